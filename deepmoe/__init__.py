@@ -1,0 +1,55 @@
+"""Convolutional networks that decide per image which channels to run."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepmoe.config import RunConfig, load_config
+    from deepmoe.costs import count_macs
+    from deepmoe.losses import DeepMoELoss
+    from deepmoe.model import DeepMoE, DeepMoEOutput
+    from deepmoe.registry import create_model, list_models, register_model
+    from deepmoe.training import evaluate, fit, load_checkpoint
+
+__version__ = "0.1.0"
+
+# Names are imported on first use: `import deepmoe` stays light, whatever the training needs.
+_HOMES = {
+    "RunConfig": "deepmoe.config",
+    "load_config": "deepmoe.config",
+    "count_macs": "deepmoe.costs",
+    "DeepMoELoss": "deepmoe.losses",
+    "DeepMoE": "deepmoe.model",
+    "DeepMoEOutput": "deepmoe.model",
+    "create_model": "deepmoe.registry",
+    "list_models": "deepmoe.registry",
+    "register_model": "deepmoe.registry",
+    "evaluate": "deepmoe.training",
+    "fit": "deepmoe.training",
+    "load_checkpoint": "deepmoe.training",
+}
+
+__all__ = [
+    "DeepMoE",
+    "DeepMoELoss",
+    "DeepMoEOutput",
+    "RunConfig",
+    "count_macs",
+    "create_model",
+    "evaluate",
+    "fit",
+    "list_models",
+    "load_checkpoint",
+    "load_config",
+    "register_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'deepmoe' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,86 @@
+"""What every base network offers: a gated forward, its layers as data, a smaller copy."""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from deepmoe.errors import UserError
+from deepmoe.layers import Layer
+
+
+class Backbone(nn.Module, ABC):
+    """A base network whose convolutions can be gated channel by channel."""
+
+    gate_widths: tuple[int, ...]
+    """Channels of each gated convolution, in the order in which `forward` takes the gates."""
+
+    @abstractmethod
+    def forward(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
+        """Class logits. `gates` holds one g_BC tensor a gated convolution; `None` runs dense."""
+
+    @abstractmethod
+    def layers(self, height: int, width: int) -> list[Layer]:
+        """Every convolution and linear layer, for an input of this size."""
+
+    @abstractmethod
+    def resized(self, gate_widths: Sequence[int]) -> Self:
+        """A new, untrained network of the same class with other widths of gated convolutions."""
+
+    def narrow(self, keep: Sequence[Tensor]) -> Self:
+        """Removes channels physically.
+
+        Args:
+            keep: for each gated convolution, a boolean mask of the channels to keep.
+
+        Returns:
+            A smaller network of the same class with its own copy of the weights. With the kept
+            gates it gives the outputs that this one gives when the gates of the others are zero.
+        """
+        if [len(mask) for mask in keep] != list(self.gate_widths):
+            raise UserError(f"keep must hold masks of lengths {list(self.gate_widths)}")
+        masks = [mask.detach().to("cpu", torch.bool) for mask in keep]
+        with torch.device("meta"), warnings.catch_warnings():
+            # A layer may lose all of its channels; torch warns that it can't initialise it.
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+            small = self.resized([int(mask.sum()) for mask in masks])
+        small.load_state_dict(self._narrowed_state(masks), assign=True)
+        return small.train(self.training)
+
+    def _narrowed_state(self, masks: Sequence[Tensor]) -> dict[str, Tensor]:
+        source = self.state_dict()
+        narrowed = {}
+        for layer in self.layers(*_ANY_SIZE):
+            for name in (n for n in source if n.startswith(f"{layer.path}.")):
+                tensor = source[name]
+                if layer.out_gate is not None and tensor.ndim >= 1:
+                    tensor = tensor[masks[layer.out_gate].to(tensor.device)]
+                if layer.in_gate is not None and tensor.ndim >= 2:
+                    tensor = tensor[:, masks[layer.in_gate].to(tensor.device)]
+                narrowed[name] = tensor.clone()
+        return narrowed
+
+    def _check_gates(self, gates: Sequence[Tensor] | None) -> None:
+        if gates is not None and [g.shape[1] for g in gates] != list(self.gate_widths):
+            raise UserError(
+                f"expected gates of widths {list(self.gate_widths)}, "
+                f"got {[g.shape[1] for g in gates]}"
+            )
+
+
+_ANY_SIZE = (512, 512)  # where only the connections of the layers matter, not their cost
+
+
+def scaled_width(width: int, wide: float) -> int:
+    """A width times the widening factor, at least 1."""
+    return max(1, round(width * wide))
+
+
+def initialise_convs(network: nn.Module) -> None:
+    """He initialisation by fan-out, for convolutions that BN and ReLU follow."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d) and module.weight.numel():
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,0 +1,34 @@
+"""Dilated residual networks for segmentation."""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepmoe.backbones.resnet import ResNet, Stage
+from deepmoe.layers import Layer, conv_layer
+
+
+class DRN(ResNet):
+    """A residual network with a classifier at every pixel; logits at the input's size."""
+
+    def _make_classifier(self, channels: int, classes: int) -> nn.Module:
+        return nn.Conv2d(channels, classes, 1)
+
+    def forward(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
+        logits = self.fc(self.features(x_BCHW, gates))
+        size = x_BCHW.shape[-2:]
+        return F.interpolate(logits, size=size, mode="bilinear", align_corners=False)
+
+    def _classifier_layer(self, size: tuple[int, int]) -> Layer:
+        return conv_layer("fc", self.fc, size)
+
+
+def drn_a_50_stages() -> list[Stage]:
+    """ResNet-50 with the last two stages dilated instead of strided: output stride 8."""
+    return [
+        Stage(3, 64),
+        Stage(4, 128, stride=2),
+        Stage(6, 256, dilation=2),
+        Stage(3, 512, dilation=4),
+    ]

@@ -1,0 +1,118 @@
+"""Exact costs: parameters, and multiply-accumulates (MACs) dense, per image and expected."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+from torch import Tensor, nn
+
+from deepmoe.backbones import Backbone
+from deepmoe.layers import Layer
+from deepmoe.model import DeepMoE
+
+Size = int | tuple[int, int]
+"""Pixels a side, or (height, width)."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Static costs of a model. `params` and `macs` are those of the ungated base network alone."""
+
+    params: int
+    conv_params: int
+    macs: int
+    conv_macs: int
+    embedding_params: int
+    embedding_macs: int
+    gate_params: int
+    gate_macs: int
+
+
+def count_costs(model: DeepMoE | Backbone, size: Size) -> Costs:
+    """Counts parameters and dense MACs of each part, for an input of this size."""
+    backbone = model.backbone if isinstance(model, DeepMoE) else model
+    layers = backbone.layers(*_pair(size))
+    convs = [layer for layer in layers if layer.is_conv]
+    heads = model.heads if isinstance(model, DeepMoE) else None
+    embedding = model.embedding if isinstance(model, DeepMoE) else None
+    return Costs(
+        params=_parameters(backbone),
+        conv_params=sum(c.kernel_area * c.in_channels * c.out_channels for c in convs),
+        macs=sum(map(_dense_macs, layers)),
+        conv_macs=sum(map(_dense_macs, convs)),
+        embedding_params=_parameters(embedding),
+        embedding_macs=sum(map(_dense_macs, embedding.layers(*_pair(size)))) if embedding else 0,
+        gate_params=_parameters(heads),
+        gate_macs=heads.weight.numel() if heads is not None else 0,
+    )
+
+
+@overload
+def count_macs(model: DeepMoE | Backbone, size: Size) -> int: ...
+@overload
+def count_macs(model: DeepMoE | Backbone, size: Size, gates: Sequence[Tensor]) -> Tensor: ...
+def count_macs(
+    model: DeepMoE | Backbone, size: Size, gates: Sequence[Tensor] | None = None
+) -> int | Tensor:
+    """MACs of one image through the model.
+
+    Args:
+        model: a DeepMoE, whose embedding and gate heads are counted in, or a base network alone.
+        size: pixels a side, or (height, width).
+        gates: the gates of a batch, as `DeepMoEOutput.gates`. A channel runs if its gate is not 0.
+
+    Returns:
+        Without gates, the dense MACs; with gates, an int64 tensor with one number an image.
+    """
+    backbone = model.backbone if isinstance(model, DeepMoE) else model
+    costs = count_costs(model, size)
+    routing = costs.embedding_macs + costs.gate_macs
+    if gates is None:
+        return costs.macs + routing
+    active = [(g != 0).sum(dim=1) for g in gates]  # int64, one number an image
+    total = torch.full_like(active[0], routing)
+    for layer in backbone.layers(*_pair(size)):
+        ins = layer.in_channels if layer.in_gate is None else active[layer.in_gate]
+        outs = layer.out_channels if layer.out_gate is None else active[layer.out_gate]
+        total = total + layer.kernel_area * layer.positions * ins * outs
+    return total
+
+
+@torch.inference_mode()
+def expected_macs(model: DeepMoE, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """Mean MACs an image over a loader of (images, labels); only the routing networks run."""
+    device = next(model.parameters()).device
+    training = model.training
+    model.eval()
+    total, images = 0, 0
+    for x_BCHW, _ in batches:
+        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
+        gates, _ = model.route(x_BCHW.to(device))
+        if gates is None:
+            total += count_macs(model, size) * len(x_BCHW)
+        else:
+            total += int(count_macs(model, size, gates).sum())
+        images += len(x_BCHW)
+    model.train(training)
+    if not images:
+        raise ValueError("the loader gave no images")
+    return total / images
+
+
+def active_share(gates: Sequence[Tensor]) -> Tensor:
+    """Share of all gated channels that run, one number an image."""
+    active = torch.stack([(g != 0).sum(dim=1) for g in gates]).sum(dim=0)
+    return active / max(1, sum(g.shape[1] for g in gates))
+
+
+def _dense_macs(layer: Layer) -> int:
+    return layer.kernel_area * layer.positions * layer.in_channels * layer.out_channels
+
+
+def _parameters(module: nn.Module | None) -> int:
+    return sum(p.numel() for p in module.parameters()) if module is not None else 0
+
+
+def _pair(size: Size) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size

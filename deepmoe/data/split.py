@@ -1,0 +1,23 @@
+"""Images and labels that belong together."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """uint8 images_NCHW and int64 labels_N."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: Tensor) -> "Split":
+        return Split(self.images[index], self.labels[index])
+
+    def to(self, device: object) -> "Split":
+        """A copy on another device."""
+        return Split(self.images.to(device), self.labels.to(device))

@@ -1,0 +1,77 @@
+"""The shallow embedding network: one look at the image, mixture weights for every layer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepmoe.errors import UserError
+from deepmoe.layers.description import Layer, linear_layer
+from deepmoe.layers.gated_conv import GatedConv
+
+CIFAR_WIDTHS = (64, 64, 128, 256)
+IMAGENET_WIDTHS = (16, 32, 64, 128, 256)  # 1.5 % of ResNet-50's MACs
+
+
+class ShallowEmbedding(nn.Module):
+    """3x3 convolutions of stride 2, global pooling, a linear layer, softmax.
+
+    Args:
+        classes: number of classes of the embedding's own cross-entropy.
+        form: `classes` uses the softmax of the class logits as mixture weights; `latent` has `dim`
+            free mixture weights and a linear classifier on top of them.
+        dim: number of mixture weights of the `latent` form.
+        widths: output channels of each convolution; four for 32 px, five for 224 px.
+        temperature: in training, divide the logits of each image by a temperature drawn
+            log-uniformly from this range; in evaluation the temperature is 1.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        *,
+        form: str = "classes",
+        dim: int = 32,
+        widths: tuple[int, ...] = CIFAR_WIDTHS,
+        temperature: tuple[float, float] | None = None,
+    ) -> None:
+        super().__init__()
+        if form not in ("classes", "latent"):
+            raise UserError(f"the embedding's form is classes or latent, not {form!r}")
+        if not widths or min(widths) < 1:
+            raise UserError(f"the embedding needs widths of at least 1, not {list(widths)}")
+        if temperature is not None and not 0 < temperature[0] <= temperature[1]:
+            raise UserError(f"the temperature range must rise from above 0, not {temperature}")
+        self.form = form
+        self.temperature = temperature
+        self.dim = classes if form == "classes" else dim
+        inputs = (3, *widths[:-1])
+        self.convs = nn.Sequential(
+            *(GatedConv(i, o, 3, stride=2) for i, o in zip(inputs, widths, strict=True))
+        )
+        self.project = nn.Linear(widths[-1], self.dim)
+        self.classifier = nn.Linear(dim, classes) if form == "latent" else nn.Identity()
+
+    def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the mixture weights e_BD (on the simplex) and the class logits of L_e."""
+        z_BD = self.project(self.convs(x_BCHW).mean(dim=(2, 3)))
+        e_BD = F.softmax(z_BD / self._temperatures(z_BD), dim=-1, dtype=torch.float32)
+        logits = z_BD if self.form == "classes" else self.classifier(e_BD)
+        return e_BD, logits
+
+    def layers(self, height: int, width: int) -> list[Layer]:
+        """Every convolution and linear layer, for an input of this size."""
+        found, size = [], (height, width)
+        for i, conv in enumerate(self.convs):
+            size = conv.output_size(*size)
+            found.append(conv.describe(f"convs.{i}", size))
+        found.append(linear_layer("project", self.project))
+        if isinstance(self.classifier, nn.Linear):
+            found.append(linear_layer("classifier", self.classifier))
+        return found
+
+    def _temperatures(self, z_BD: Tensor) -> Tensor | float:
+        if not self.training or self.temperature is None:
+            return 1.0
+        low, high = self.temperature
+        draw = torch.rand(z_BD.shape[0], 1, device=z_BD.device, dtype=z_BD.dtype)
+        return low * (high / low) ** draw

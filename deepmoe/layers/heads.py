@@ -1,0 +1,103 @@
+"""Gate heads: from mixture weights to one gate a channel, for all layers at once."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepmoe.errors import UserError
+
+Gates = tuple[Tensor, ...]
+"""One g_BC tensor for each gated convolution, in the order of the backbone's `gate_widths`."""
+
+
+class GateHeads(nn.Module):
+    """Multi-headed sparse gating: g^l = ReLU(W^l e), no bias.
+
+    The heads' matrices are stored as one, stacked in layer order, so that one product gives the
+    gates of the whole network.
+
+    Args:
+        dim: number of mixture weights.
+        widths: channels of each gated convolution.
+        init: `ones`, `uniform(a, b)` or `normal(m, s)`.
+    """
+
+    def __init__(self, dim: int, widths: Sequence[int], *, init: str = "ones") -> None:
+        super().__init__()
+        self.widths = list(widths)
+        self.weight = nn.Parameter(torch.empty(sum(widths), dim))
+        initialise(self.weight, init)
+
+    def forward(self, e_BD: Tensor) -> Gates:
+        return F.relu(_project(e_BD, self.weight)).split(self.widths, dim=1)
+
+
+class NoisyTopKHeads(nn.Module):
+    """Noisy top-k gating (Shazeer et al. 2017), one head a layer, as an alternative to ReLU.
+
+    H = W e + N(0, 1) * softplus(W_noise e) in training, H = W e in evaluation; the k largest
+    entries of each layer go through a softmax, all others are zero.
+
+    Args:
+        dim: number of mixture weights.
+        widths: channels of each gated convolution.
+        share: share of each layer's channels that is kept; at least one is.
+        init: of W, as in `GateHeads`; `ones` would tie all channels, and is refused.
+    """
+
+    def __init__(
+        self, dim: int, widths: Sequence[int], *, share: float = 0.5, init: str = "normal(0, 1)"
+    ) -> None:
+        super().__init__()
+        if init.strip() == "ones":
+            raise UserError("noisy top-k heads can't start from ones, where every channel ties")
+        if not 0 < share <= 1:
+            raise UserError(
+                f"the share of kept channels lies above 0 and at most at 1, not {share}"
+            )
+        self.widths = list(widths)
+        self.kept = [max(1, round(share * width)) if width else 0 for width in widths]
+        self.weight = nn.Parameter(torch.empty(sum(widths), dim))
+        self.noise_weight = nn.Parameter(torch.zeros(sum(widths), dim))
+        initialise(self.weight, init)
+
+    def forward(self, e_BD: Tensor) -> Gates:
+        h = _project(e_BD, self.weight)
+        if self.training:
+            h = h + torch.randn_like(h) * F.softplus(_project(e_BD, self.noise_weight))
+        layers = zip(h.split(self.widths, dim=1), self.kept, strict=True)
+        return tuple(_softmax_of_top(h_BC, k) for h_BC, k in layers)
+
+
+def _project(e_BD: Tensor, weight_CD: Tensor) -> Tensor:
+    # In full precision even under autocast: a rounded gate could switch a channel on or off.
+    with torch.autocast(e_BD.device.type, enabled=False):
+        return F.linear(e_BD.to(weight_CD.dtype), weight_CD)
+
+
+def _softmax_of_top(h_BC: Tensor, k: int) -> Tensor:
+    top = h_BC.topk(k, dim=1)
+    return torch.zeros_like(h_BC).scatter(1, top.indices, top.values.softmax(dim=1))
+
+
+_NUMBER = r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*"
+_INIT = re.compile(rf"(uniform|normal)\({_NUMBER},{_NUMBER}\)")
+
+
+@torch.no_grad()
+def initialise(weight: Tensor, init: str) -> None:
+    """Fills a gate matrix: `ones`, `uniform(a, b)` or `normal(m, s)`."""
+    if init.strip() == "ones":
+        nn.init.ones_(weight)
+        return
+    match = _INIT.fullmatch(init.strip())
+    if match is None:
+        raise UserError(f"gate init is ones, uniform(a, b) or normal(m, s), not {init!r}")
+    fill = {"uniform": nn.init.uniform_, "normal": nn.init.normal_}[match[1]]
+    try:
+        fill(weight, float(match[2]), float(match[3]))
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"gate init {init!r} is out of range: {error}") from error

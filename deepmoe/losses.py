@@ -1,0 +1,108 @@
+"""The objective: J = CE(base) + lambda * sum_l ||g^l||_1 + mu * CE(embedding), in parts."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepmoe.config import LossConfig, Schedule, value_at
+from deepmoe.model import DeepMoEOutput
+
+
+class LossParts(NamedTuple):
+    """The weighted total, and each part before its weight."""
+
+    total: Tensor
+    task: Tensor
+    gates: Tensor
+    embedding: Tensor
+    balance: Tensor
+
+
+class DeepMoELoss:
+    """The objective, with weights that may follow a schedule over epochs.
+
+    Args:
+        sparsity: lambda, the weight of the gates' L1 norm.
+        l1: `sum` over channels, or `mean` over each layer's channels; summed over layers and
+            averaged over images either way.
+        embedding: mu, the weight of the embedding's own cross-entropy.
+        balance: weight of the load-balancing term for noisy top-k heads.
+        label_smoothing: of the task's cross-entropy.
+        ignore_index: label that does not count, such as 255 in segmentation.
+    """
+
+    def __init__(
+        self,
+        sparsity: Schedule = 0.0,
+        *,
+        l1: Literal["sum", "mean"] = "sum",
+        embedding: Schedule = 1.0,
+        balance: float = 0.0,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+    ) -> None:
+        if l1 not in ("sum", "mean"):
+            raise ValueError(f"l1 is sum or mean, not {l1!r}")
+        self.sparsity = sparsity
+        self.l1 = l1
+        self.embedding = embedding
+        self.balance = balance
+        self.label_smoothing = label_smoothing
+        self.ignore_index = ignore_index
+
+    @classmethod
+    def from_config(cls, config: LossConfig, *, frozen: bool = False) -> "DeepMoELoss":
+        """The objective of a stage: while embedding and gates are frozen, the task alone."""
+        if frozen:
+            return cls(0.0, embedding=0.0, label_smoothing=config.label_smoothing)
+        return cls(
+            config.sparsity,
+            l1=config.l1,
+            embedding=config.embedding,
+            balance=config.balance,
+            label_smoothing=config.label_smoothing,
+        )
+
+    def __call__(self, output: DeepMoEOutput, targets: Tensor, epoch: float = 0.0) -> LossParts:
+        """Evaluates the objective for a batch at a (fractional) epoch of the schedules."""
+        task = F.cross_entropy(
+            output.logits.float(),
+            targets,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+        )
+        none = torch.zeros_like(task)
+        gates = balance = embedding = none
+        if output.gates is not None:
+            gates = gate_l1(output.gates, self.l1)
+            if self.balance:
+                balance = load_imbalance(output.gates)
+        if output.embedding_logits is not None and targets.ndim == 1:
+            # A segmentation batch has labels of pixels, and none of the image.
+            embedding = F.cross_entropy(output.embedding_logits.float(), targets)
+        total = (
+            task
+            + value_at(self.sparsity, epoch) * gates
+            + value_at(self.embedding, epoch) * embedding
+            + self.balance * balance
+        )
+        return LossParts(total, task, gates, embedding, balance)
+
+
+def gate_l1(gates: Sequence[Tensor], reduction: Literal["sum", "mean"] = "sum") -> Tensor:
+    """sum_l ||g^l||_1 for the average image; `mean` divides each layer by its channels."""
+    norms = [g.float().abs().sum(dim=1).mean() for g in gates]
+    if reduction == "mean":
+        norms = [norm / max(1, g.shape[1]) for norm, g in zip(norms, gates, strict=True)]
+    return torch.stack(norms).sum()
+
+
+def load_imbalance(gates: Sequence[Tensor]) -> Tensor:
+    """Squared coefficient of variation of each expert's total gate, averaged over layers."""
+    totals = [g.float().sum(dim=0) for g in gates if g.shape[1]]
+    return torch.stack(
+        [t.var(correction=0) / t.mean().square().clamp_min(1e-10) for t in totals]
+    ).mean()

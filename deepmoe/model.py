@@ -1,0 +1,62 @@
+"""DeepMoE: embedding, gate heads and base network, joined."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from deepmoe.backbones import Backbone
+from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads, ShallowEmbedding
+
+
+class DeepMoEOutput(NamedTuple):
+    """What a forward pass gives; the last two are `None` for a dense network."""
+
+    logits: Tensor
+    embedding_logits: Tensor | None
+    gates: Gates | None
+
+
+# Lets torch.export.save write down the type of the output.
+_pytree._register_namedtuple(DeepMoEOutput, serialized_type_name="deepmoe.DeepMoEOutput")
+
+
+class DeepMoE(nn.Module):
+    """A base network whose channels an embedding of the image switches and scales.
+
+    Gates are passed as arguments and returned, never kept on a layer. Without embedding and heads
+    it is the dense twin: the same base network, losses and training loop.
+    """
+
+    def __init__(
+        self,
+        embedding: ShallowEmbedding | None,
+        heads: GateHeads | NoisyTopKHeads | None,
+        backbone: Backbone,
+    ) -> None:
+        super().__init__()
+        if (embedding is None) != (heads is None):
+            raise ValueError("embedding and heads go together: give both, or neither")
+        self.embedding = embedding
+        self.heads = heads
+        self.backbone = backbone
+
+    @property
+    def gated(self) -> bool:
+        """False for a dense network."""
+        return self.embedding is not None
+
+    def route(self, x_BCHW: Tensor) -> tuple[Gates | None, Tensor | None]:
+        """The gates of every layer and the embedding's class logits, before the base network."""
+        if self.embedding is None or self.heads is None:
+            return None, None
+        e_BD, embedding_logits = self.embedding(x_BCHW)
+        return self.heads(e_BD), embedding_logits
+
+    def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
+        gates, embedding_logits = self.route(x_BCHW)
+        return DeepMoEOutput(self.backbone(x_BCHW, gates), embedding_logits, gates)
+
+    def routing_modules(self) -> list[nn.Module]:
+        """What the fine-tune stage freezes: the embedding network and the heads."""
+        return [m for m in (self.embedding, self.heads) if m is not None]

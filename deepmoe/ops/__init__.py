@@ -1,0 +1,6 @@
+"""Operations on gated channels: the plain reference and what training runs."""
+
+from deepmoe.ops.gating import scale_channels
+from deepmoe.ops.reference import mixture_of_experts_conv2d
+
+__all__ = ["mixture_of_experts_conv2d", "scale_channels"]

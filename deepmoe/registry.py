@@ -1,0 +1,223 @@
+"""The model zoo: names, and how a model is built from one."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from deepmoe.backbones import DRN, Backbone, ResNet
+from deepmoe.backbones.drn import drn_a_50_stages
+from deepmoe.backbones.resnet import IMAGENET_DEPTHS, cifar_stages, imagenet_stages, make_spec
+from deepmoe.backbones.vgg import CONVS_PER_STAGE, make_vgg
+from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig, suggest
+from deepmoe.errors import UserError
+from deepmoe.layers import GateHeads, NoisyTopKHeads, ShallowEmbedding
+from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
+from deepmoe.model import DeepMoE
+
+BackboneFactory = Callable[..., Backbone]
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A registered base network and the setting it is meant for."""
+
+    make: BackboneFactory  # (classes, **options) -> Backbone
+    input_size: tuple[int, int]
+    classes: int
+    embedding_widths: tuple[int, ...]
+
+    @property
+    def options(self) -> list[str]:
+        """Names of the options that `create_model` passes on."""
+        parameters = inspect.signature(self.make).parameters.values()
+        return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+_MODELS: dict[str, ModelEntry] = {}
+
+
+def register_model(
+    name: str,
+    *,
+    input_size: tuple[int, int] = (32, 32),
+    classes: int = 100,
+    embedding_widths: Sequence[int] = CIFAR_WIDTHS,
+) -> Callable[[BackboneFactory], BackboneFactory]:
+    """Decorator that adds `factory(classes, *, ...options) -> Backbone` to the zoo."""
+
+    def register(factory: BackboneFactory) -> BackboneFactory:
+        if name in _MODELS:
+            raise ValueError(f"a model named {name!r} is registered already")
+        _MODELS[name] = ModelEntry(factory, input_size, classes, tuple(embedding_widths))
+        return factory
+
+    return register
+
+
+def list_models() -> list[str]:
+    """Names that `create_model` takes, in the order of registration."""
+    return list(_MODELS)
+
+
+def model_entry(name: str) -> ModelEntry:
+    """The registered setting of a model: default input size, classes, options."""
+    if name not in _MODELS:
+        raise UserError(
+            f"no model is named {name!r}{suggest(name, _MODELS)}; there are {', '.join(_MODELS)}"
+        )
+    return _MODELS[name]
+
+
+def create_model(
+    name: str,
+    *,
+    classes: int | None = None,
+    gates: str | None = "inner",
+    embedding: EmbeddingConfig | None = None,
+    heads: HeadsConfig | None = None,
+    **options: Any,
+) -> DeepMoE:
+    """Builds a model of the zoo.
+
+    Args:
+        name: one of `list_models()`.
+        classes: number of classes; the model's usual number if not given.
+        gates: `inner`, `all`, or `None` for the dense twin, which has neither embedding nor heads.
+        embedding: form, widths and temperature of the embedding network.
+        heads: kind and initialisation of the gate heads.
+        **options: passed to the base network, such as `wide=2`, `widths=[...]`,
+            `block="bottleneck-b"`, `gate_last=True`.
+
+    Raises:
+        UserError: for an unknown name or option, or a value out of range.
+    """
+    entry = model_entry(name)
+    classes = entry.classes if classes is None else classes
+    if classes < 1:
+        raise UserError(f"a model needs at least one class, not {classes}")
+    for option in options:
+        if option not in entry.options:
+            raise UserError(f"{name} has no option {option!r}; it takes {', '.join(entry.options)}")
+    dense = gates in (None, "none")
+    if not dense and "gates" in entry.options:
+        options["gates"] = gates
+    backbone = entry.make(classes, **options)
+    if dense:
+        return DeepMoE(None, None, backbone)
+    embedding = embedding or EmbeddingConfig()
+    network = ShallowEmbedding(
+        classes,
+        form=embedding.form,
+        dim=embedding.dim,
+        widths=embedding.widths or entry.embedding_widths,
+        temperature=embedding.temperature,
+    )
+    return DeepMoE(network, _make_heads(network.dim, backbone, heads or HeadsConfig()), backbone)
+
+
+def model_from_config(config: RunConfig, classes: int) -> DeepMoE:
+    """Builds the model of a run whose data has this many classes."""
+    model = config.model
+    if model.classes not in (None, classes):
+        raise UserError(
+            f"model.classes is {model.classes}, but the data ({config.data.name}) has {classes}"
+        )
+    return create_model(
+        model.name,
+        classes=classes,
+        gates=model.gates,
+        embedding=config.embedding,
+        heads=config.heads,
+        **_options(model),
+    )
+
+
+def _options(model: ModelConfig) -> dict[str, Any]:
+    chosen = {
+        "wide": model.wide if model.wide != 1.0 else None,
+        "widths": model.widths,
+        "block": model.block,
+        "gate_last": model.gate_last,
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _make_heads(dim: int, backbone: Backbone, config: HeadsConfig) -> GateHeads | NoisyTopKHeads:
+    init = {} if config.init is None else {"init": config.init}
+    if config.kind == "relu":
+        return GateHeads(dim, backbone.gate_widths, **init)
+    return NoisyTopKHeads(dim, backbone.gate_widths, share=config.share, **init)
+
+
+def _cifar_resnet(
+    depth: int,
+    classes: int,
+    *,
+    wide: float = 1.0,
+    widths: Sequence[int] | None = None,
+    gates: str = "inner",
+) -> ResNet:
+    spec = make_spec(
+        cifar_stages(depth),
+        classes,
+        block="basic",
+        wide=wide,
+        widths=widths,
+        gates=gates,
+        stem="cifar",
+        shortcut="pad",
+    )
+    return ResNet(spec)
+
+
+def _resnet(
+    depth: int,
+    default_block: str,
+    stem: Any,
+    classes: int,
+    *,
+    wide: float = 1.0,
+    widths: Sequence[int] | None = None,
+    block: str | None = None,
+    gates: str = "inner",
+) -> ResNet:
+    spec = make_spec(
+        imagenet_stages(depth),
+        classes,
+        block=block or default_block,
+        wide=wide,
+        widths=widths,
+        gates=gates,
+        stem=stem,
+    )
+    return ResNet(spec)
+
+
+@register_model("drn_a_50", input_size=(1024, 2048), classes=19, embedding_widths=IMAGENET_WIDTHS)
+def _drn_a_50(
+    classes: int,
+    *,
+    wide: float = 1.0,
+    widths: Sequence[int] | None = None,
+    block: str = "bottleneck-a",
+    gates: str = "inner",
+) -> DRN:
+    spec = make_spec(drn_a_50_stages(), classes, block=block, wide=wide, widths=widths, gates=gates)
+    return DRN(spec)
+
+
+for _depth in CONVS_PER_STAGE:
+    register_model(f"vgg{_depth}")(partial(make_vgg, _depth))
+for _depth in (20, 32, 44, 56, 110):
+    register_model(f"resnet{_depth}")(partial(_cifar_resnet, _depth))
+register_model("resnet18_cifar")(partial(_resnet, 18, "bottleneck-b", "cifar"))
+for _depth in IMAGENET_DEPTHS:
+    _block = "basic" if _depth < 50 else "bottleneck-a"
+    register_model(
+        f"resnet{_depth}",
+        input_size=(224, 224),
+        classes=1000,
+        embedding_widths=IMAGENET_WIDTHS,
+    )(partial(_resnet, _depth, _block, "imagenet"))

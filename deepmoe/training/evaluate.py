@@ -1,0 +1,135 @@
+"""Evaluation: accuracy and cost of a model, and a record of its gates."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from deepmoe.costs import active_share, count_costs, count_macs
+from deepmoe.model import DeepMoE
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """What a model does on a set of images; costs are means over images."""
+
+    images: int
+    accuracy: float
+    loss: float
+    macs: float  # base network as gated, plus embedding and gate heads
+    dense_macs: int  # of the ungated base network alone
+    active: float  # share of the gated channels that run
+    embedding_accuracy: float | None  # None for a dense network
+
+    @property
+    def macs_share(self) -> float:
+        """Mean MACs over those of the dense base network."""
+        return self.macs / self.dense_macs
+
+
+@torch.inference_mode()
+def evaluate(model: DeepMoE, batches: Batches, forward: nn.Module | None = None) -> EvalResult:
+    """Runs a model over (images, labels) batches.
+
+    Args:
+        model: the model; it is put into evaluation mode and back.
+        batches: such as a `BatchLoader`; images must be normalised as in training.
+        forward: the model as wrapped for precision or several devices, if it is.
+    """
+    device = next(model.parameters()).device
+    classes = model_classes(model)
+    accuracy = MulticlassAccuracy(classes, average="micro").to(device)
+    embedding_accuracy = MulticlassAccuracy(classes, average="micro").to(device)
+    loss, macs, active = (MeanMetric().to(device) for _ in range(3))
+    images, size = 0, (0, 0)
+    with evaluation_mode(model):
+        for x_BCHW, labels in batches:
+            x_BCHW, labels = x_BCHW.to(device), labels.to(device)
+            size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
+            output = (forward or model)(x_BCHW)
+            accuracy.update(output.logits, labels)
+            loss.update(F.cross_entropy(output.logits.float(), labels), len(labels))
+            images += len(labels)
+            if output.gates is not None:
+                embedding_accuracy.update(output.embedding_logits, labels)
+                macs.update(count_macs(model, size, output.gates).double())
+                active.update(active_share(output.gates))
+    if not images:
+        raise ValueError("there are no images to evaluate on")
+    return EvalResult(
+        images=images,
+        accuracy=accuracy.compute().item(),
+        loss=loss.compute().item(),
+        macs=macs.compute().item() if model.gated else float(count_macs(model, size)),
+        dense_macs=count_costs(model, size).macs,
+        active=active.compute().item() if model.gated else 1.0,
+        embedding_accuracy=embedding_accuracy.compute().item() if model.gated else None,
+    )
+
+
+@dataclass(frozen=True)
+class GateRecord:
+    """The gates of a set of images, for analysis without a model."""
+
+    labels: np.ndarray  # (images,)
+    predictions: np.ndarray  # (images,)
+    macs: np.ndarray  # (images,)
+    gates: tuple[np.ndarray, ...]  # a layer each: (images, channels)
+    layer_names: tuple[str, ...]
+    class_names: tuple[str, ...]
+    dense_macs: int  # of the ungated base network alone
+
+
+@torch.inference_mode()
+def collect_gates(model: DeepMoE, batches: Batches, class_names: tuple[str, ...]) -> GateRecord:
+    """Records every image's gates, prediction and cost."""
+    if not model.gated:
+        raise ValueError("a dense network has no gates to record")
+    device = next(model.parameters()).device
+    labels, predictions, macs, gates = [], [], [], []
+    size = (0, 0)
+    with evaluation_mode(model):
+        for x_BCHW, y in batches:
+            size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
+            output = model(x_BCHW.to(device))
+            labels.append(y.cpu().numpy())
+            predictions.append(output.logits.argmax(dim=1).cpu().numpy())
+            macs.append(count_macs(model, size, output.gates).cpu().numpy())
+            gates.append([g.cpu().numpy() for g in output.gates])
+    layers = [layer for layer in model.backbone.layers(*size) if layer.out_gate is not None]
+    return GateRecord(
+        labels=np.concatenate(labels),
+        predictions=np.concatenate(predictions),
+        macs=np.concatenate(macs),
+        gates=tuple(np.concatenate(parts) for parts in zip(*gates, strict=True)),
+        layer_names=tuple(layer.path for layer in layers),
+        class_names=class_names,
+        dense_macs=count_costs(model, size).macs,
+    )
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, each module's own mode again afterwards."""
+    modes: dict[Any, bool] = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def model_classes(model: DeepMoE) -> int:
+    """Number of classes, from the shape of the classifier."""
+    *_, last = model.backbone.layers(256, 256)
+    return last.out_channels

@@ -1,0 +1,41 @@
+"""Stages and learning rates as pure functions of the epoch, so that resuming needs no state."""
+
+from dataclasses import dataclass
+
+from deepmoe.config import TrainConfig
+
+FIRST_RATE = 0.04  # where the one-cycle schedule starts, as a share of its peak
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Epochs `start` to `end` (exclusive), with embedding and gates frozen or not."""
+
+    name: str
+    start: int
+    end: int
+    frozen: bool
+
+
+def stages(train: TrainConfig) -> list[Stage]:
+    """Joint training, then fine-tuning of the base network alone."""
+    total = train.epochs + train.finetune_epochs
+    return [
+        Stage("joint", 0, train.epochs, frozen=False),
+        Stage("finetune", train.epochs, total, frozen=True),
+    ]
+
+
+def learning_rate(train: TrainConfig, epoch: float) -> float:
+    """The learning rate at a (fractional) epoch, counted over both stages."""
+    if train.schedule == "constant":
+        return train.lr
+    if train.schedule == "step":
+        return train.lr * train.lr_decay ** sum(epoch >= m for m in train.milestones)
+    if epoch >= train.epochs:
+        done = (epoch - train.epochs) / max(1, train.finetune_epochs)
+        return train.finetune_lr * (1 - done)
+    done = epoch / train.epochs
+    if done < train.warmup:
+        return train.lr * (FIRST_RATE + (1 - FIRST_RATE) * done / train.warmup)
+    return train.lr * (1 - done) / (1 - train.warmup)
