@@ -165,9 +165,12 @@ def load_config(preset: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         if "extends" in parent:
             raise UserError(f"preset {preset} extends {base}, which itself extends another preset")
         values = _merge(parent, values)
-    for item in overrides:
-        values = _merge(values, _parse_override(item))
-    return config_from_dict(values)
+    return config_from_dict(_override(values, overrides))
+
+
+def apply_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
+    """A configuration with `key.path=value` overrides applied."""
+    return config_from_dict(_override(config_to_dict(config), overrides))
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
@@ -239,12 +242,19 @@ def _parse_override(item: str) -> dict[str, Any]:
     return value
 
 
+def _override(values: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    for item in overrides:
+        values = _merge(values, _parse_override(item))
+    return values
+
+
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
-        both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(old, value) if both else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            value = _merge(old, value)
+        merged[key] = value
     return merged
 
 

@@ -106,6 +106,11 @@ def active_share(gates: Sequence[Tensor]) -> Tensor:
     return active / max(1, sum(g.shape[1] for g in gates))
 
 
+def format_macs(macs: float) -> str:
+    """MACs for people: in G from a billion on, in M below."""
+    return f"{macs / 1e9:,.2f} G" if macs >= 1e9 else f"{macs / 1e6:.2f} M"
+
+
 def _dense_macs(layer: Layer) -> int:
     return layer.kernel_area * layer.positions * layer.in_channels * layer.out_channels
 

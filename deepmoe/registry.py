@@ -4,11 +4,17 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from deepmoe.backbones import DRN, Backbone, ResNet
 from deepmoe.backbones.drn import drn_a_50_stages
-from deepmoe.backbones.resnet import IMAGENET_DEPTHS, cifar_stages, imagenet_stages, make_spec
+from deepmoe.backbones.resnet import (
+    IMAGENET_DEPTHS,
+    Stage,
+    cifar_stages,
+    imagenet_stages,
+    make_spec,
+)
 from deepmoe.backbones.vgg import CONVS_PER_STAGE, make_vgg
 from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig, suggest
 from deepmoe.errors import UserError
@@ -151,31 +157,12 @@ def _make_heads(dim: int, backbone: Backbone, config: HeadsConfig) -> GateHeads 
     return NoisyTopKHeads(dim, backbone.gate_widths, share=config.share, **init)
 
 
-def _cifar_resnet(
-    depth: int,
-    classes: int,
-    *,
-    wide: float = 1.0,
-    widths: Sequence[int] | None = None,
-    gates: str = "inner",
-) -> ResNet:
-    spec = make_spec(
-        cifar_stages(depth),
-        classes,
-        block="basic",
-        wide=wide,
-        widths=widths,
-        gates=gates,
-        stem="cifar",
-        shortcut="pad",
-    )
-    return ResNet(spec)
-
-
-def _resnet(
-    depth: int,
+def _residual(
+    network: type[ResNet],
+    stages: Sequence[Stage],
     default_block: str,
-    stem: Any,
+    stem: Literal["cifar", "imagenet"],
+    shortcut: Literal["pad", "conv"],
     classes: int,
     *,
     wide: float = 1.0,
@@ -184,40 +171,39 @@ def _resnet(
     gates: str = "inner",
 ) -> ResNet:
     spec = make_spec(
-        imagenet_stages(depth),
+        stages,
         classes,
         block=block or default_block,
         wide=wide,
         widths=widths,
         gates=gates,
         stem=stem,
+        shortcut=shortcut,
     )
-    return ResNet(spec)
+    return network(spec)
 
 
-@register_model("drn_a_50", input_size=(1024, 2048), classes=19, embedding_widths=IMAGENET_WIDTHS)
-def _drn_a_50(
-    classes: int,
-    *,
-    wide: float = 1.0,
-    widths: Sequence[int] | None = None,
-    block: str = "bottleneck-a",
-    gates: str = "inner",
-) -> DRN:
-    spec = make_spec(drn_a_50_stages(), classes, block=block, wide=wide, widths=widths, gates=gates)
-    return DRN(spec)
-
-
-for _depth in CONVS_PER_STAGE:
-    register_model(f"vgg{_depth}")(partial(make_vgg, _depth))
-for _depth in (20, 32, 44, 56, 110):
-    register_model(f"resnet{_depth}")(partial(_cifar_resnet, _depth))
-register_model("resnet18_cifar")(partial(_resnet, 18, "bottleneck-b", "cifar"))
-for _depth in IMAGENET_DEPTHS:
-    _block = "basic" if _depth < 50 else "bottleneck-a"
+def _register_zoo() -> None:
+    for depth in CONVS_PER_STAGE:
+        register_model(f"vgg{depth}")(partial(make_vgg, depth))
+    for depth in (20, 32, 44, 56, 110):
+        make = partial(_residual, ResNet, cifar_stages(depth), "basic", "cifar", "pad")
+        register_model(f"resnet{depth}")(make)
+    make = partial(_residual, ResNet, imagenet_stages(18), "bottleneck-b", "cifar", "conv")
+    register_model("resnet18_cifar")(make)
+    for depth in IMAGENET_DEPTHS:
+        block = "basic" if depth < 50 else "bottleneck-a"
+        make = partial(_residual, ResNet, imagenet_stages(depth), block, "imagenet", "conv")
+        register_model(
+            f"resnet{depth}",
+            input_size=(224, 224),
+            classes=1000,
+            embedding_widths=IMAGENET_WIDTHS,
+        )(make)
+    make = partial(_residual, DRN, drn_a_50_stages(), "bottleneck-a", "imagenet", "conv")
     register_model(
-        f"resnet{_depth}",
-        input_size=(224, 224),
-        classes=1000,
-        embedding_widths=IMAGENET_WIDTHS,
-    )(partial(_resnet, _depth, _block, "imagenet"))
+        "drn_a_50", input_size=(1024, 2048), classes=19, embedding_widths=IMAGENET_WIDTHS
+    )(make)
+
+
+_register_zoo()

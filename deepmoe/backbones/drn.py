@@ -21,6 +21,7 @@ class DRN(ResNet):
         return F.interpolate(logits, size=size, mode="bilinear", align_corners=False)
 
     def _classifier_layer(self, size: tuple[int, int]) -> Layer:
+        assert isinstance(self.fc, nn.Conv2d)
         return conv_layer("fc", self.fc, size)
 
 

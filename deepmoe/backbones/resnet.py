@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -129,6 +129,10 @@ class ResidualBlock(nn.Module):
         kept = torch.arange(widths[-1]) if widths[-1] < out_channels else None
         self.register_buffer("stream_index", kept)
 
+    def gated_convs(self) -> list[GatedConv]:
+        """The chain of convolutions, typed."""
+        return [conv for conv in self.convs if isinstance(conv, GatedConv)]
+
     def forward(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
         y = x_BCHW
         for conv, slot in zip(self.convs, self.slots, strict=True):
@@ -148,7 +152,9 @@ class ResNet(Backbone):
         stem_width = spec.stages[0].width
         imagenet = spec.stem == "imagenet"
         self.stem = GatedConv(3, stem_width, 7 if imagenet else 3, stride=2 if imagenet else 1)
-        stages, gate_widths, stream = [], [], stem_width
+        stages: list[nn.Module] = []
+        gate_widths: list[int] = []
+        stream = stem_width
         widths_of_blocks = iter(spec.widths)
         for stage in spec.stages:
             blocks = []
@@ -181,15 +187,22 @@ class ResNet(Backbone):
     def _make_classifier(self, channels: int, classes: int) -> nn.Module:
         return nn.Linear(channels, classes)
 
+    def blocks(self) -> Iterator[tuple[str, ResidualBlock]]:
+        """Every block in order, with its path."""
+        for s, stage in enumerate(self.stages):
+            assert isinstance(stage, nn.Sequential)
+            for b, block in enumerate(stage):
+                assert isinstance(block, ResidualBlock)
+                yield f"stages.{s}.{b}", block
+
     def features(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
         """The residual stream after the last block."""
         self._check_gates(gates)
         x = self.stem(x_BCHW)
         if self.spec.stem == "imagenet":
             x = F.max_pool2d(x, 3, stride=2, padding=1)
-        for stage in self.stages:
-            for block in stage:
-                x = block(x, gates)
+        for _, block in self.blocks():
+            x = block(x, gates)
         return x
 
     def forward(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
@@ -200,20 +213,20 @@ class ResNet(Backbone):
         found = [self.stem.describe("stem", size)]
         if self.spec.stem == "imagenet":
             size = ((size[0] - 1) // 2 + 1, (size[1] - 1) // 2 + 1)
-        for s, stage in enumerate(self.stages):
-            for b, block in enumerate(stage):
-                path, entry, before = f"stages.{s}.{b}", size, None
-                for i, (conv, slot) in enumerate(zip(block.convs, block.slots, strict=True)):
-                    size = conv.output_size(*size)
-                    found.append(conv.describe(f"{path}.convs.{i}", size, before, slot))
-                    before = slot
-                if isinstance(block.shortcut, GatedConv):
-                    at = block.shortcut.output_size(*entry)
-                    found.append(block.shortcut.describe(f"{path}.shortcut", at))
+        for path, block in self.blocks():
+            entry, before = size, None
+            for i, conv in enumerate(block.gated_convs()):
+                size, slot = conv.output_size(*size), block.slots[i]
+                found.append(conv.describe(f"{path}.convs.{i}", size, before, slot))
+                before = slot
+            if isinstance(block.shortcut, GatedConv):
+                at = block.shortcut.output_size(*entry)
+                found.append(block.shortcut.describe(f"{path}.shortcut", at))
         found.append(self._classifier_layer(size))
         return found
 
     def _classifier_layer(self, size: tuple[int, int]) -> Layer:
+        assert isinstance(self.fc, nn.Linear)
         return linear_layer("fc", self.fc)
 
     def resized(self, gate_widths: Sequence[int]) -> Self:
@@ -226,14 +239,12 @@ class ResNet(Backbone):
 
     def _narrowed_state(self, masks: Sequence[Tensor]) -> dict[str, Tensor]:
         state = super()._narrowed_state(masks)
-        if self.spec.gates == "all":
-            for s, stage in enumerate(self.stages):
-                for b, block in enumerate(stage):
-                    mask = masks[block.slots[-1]]
-                    at = block.stream_index
-                    if at is not None or not mask.all():
-                        at = torch.arange(len(mask)) if at is None else at
-                        state[f"stages.{s}.{b}.stream_index"] = at[mask.to(at.device)]
+        for path, block in self.blocks():
+            slot, at = block.slots[-1], block.stream_index
+            if slot is None or (at is None and masks[slot].all()):
+                continue
+            at = torch.arange(len(masks[slot])) if at is None else at
+            state[f"{path}.stream_index"] = at[masks[slot].to(at.device)]
         return state
 
 
@@ -323,7 +334,7 @@ def torchvision_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-_TORCHVISION_NAMES = [
+_TORCHVISION_NAMES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"^conv1\.", "stem.conv."),
     (r"^bn1\.", "stem.bn."),
     (r"^layer(\d)\.", lambda m: f"stages.{int(m[1]) - 1}."),

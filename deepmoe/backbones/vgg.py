@@ -68,8 +68,8 @@ class VGG(Backbone):
         self._check_gates(gates)
         x = x_BCHW
         for i, conv in enumerate(self.convs):
-            gated = gates is not None and i < len(self.gate_widths)
-            x = conv(x, gates[i] if gated else None)
+            slot = self._gate_after(i)
+            x = conv(x, gates[slot] if gates is not None and slot is not None else None)
             if i in self.pools_after:
                 # Max pooling takes no empty input; a network may have lost all of a layer.
                 x = F.max_pool2d(x, 2) if x.shape[1] else x[:, :, 1::2, 1::2]
@@ -85,6 +85,7 @@ class VGG(Backbone):
         found = []
         size = (height, width)
         for i, conv in enumerate(self.convs):
+            assert isinstance(conv, GatedConv)
             in_gate, out_gate = self._gate_after(i - 1), self._gate_after(i)
             found.append(conv.describe(f"convs.{i}", size, in_gate, out_gate))
             if i in self.pools_after:

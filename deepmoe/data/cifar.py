@@ -133,11 +133,12 @@ def _read_batch(path: Path, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(f"{path} is not a CIFAR file: it has no uint8 array named data")
     if images.ndim != 2 or images.shape[1] != PIXELS or not len(images):
         raise UserError(f"{path} has data of shape {images.shape}, not (images, {PIXELS})")
-    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
-        raise UserError(f"{path} is not a CIFAR file: it has no list named {layout.labels_key}")
-    if len(labels) != len(images):
-        raise UserError(f"{path} has {len(images)} images but {len(labels)} labels")
-    return images, np.array(labels, dtype=np.int64)
+    numbers = np.asarray(labels)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise UserError(f"{path} is not a CIFAR file: it has no numbers named {layout.labels_key}")
+    if len(numbers) != len(images):
+        raise UserError(f"{path} has {len(images)} images but {len(numbers)} labels")
+    return images, numbers.astype(np.int64)
 
 
 def _read_names(path: Path, layout: Layout, classes: int) -> tuple[str, ...]:
@@ -148,7 +149,7 @@ def _read_names(path: Path, layout: Layout, classes: int) -> tuple[str, ...]:
         names = load_plain_pickle(path, _read_bytes(path)).get(layout.names_key) or []
     if len(names) != classes:
         raise UserError(f"{path} names {len(names)} classes, not {classes}")
-    return tuple(map(str, names))
+    return tuple(n.decode("utf-8") if isinstance(n, bytes) else str(n) for n in names)
 
 
 def _read_bytes(path: Path) -> bytes:

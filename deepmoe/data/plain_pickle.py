@@ -1,7 +1,8 @@
-"""Reads pickles from strangers: dicts, lists, strings, numbers and uint8 arrays, nothing else."""
+"""Reads pickles from strangers: dicts, lists, strings, integers, arrays of integers; no more."""
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ def load_plain_pickle(path: Path, content: bytes) -> dict[str, Any]:
         raise UserError(f"{path} is truncated or not a CIFAR file") from error
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a CIFAR file: it holds a {type(value).__name__}, no dict")
-    return value
+    return {_text(key): inner for key, inner in value.items()}
+
+
+def _text(key: Any) -> Any:
+    return key.decode("latin1") if isinstance(key, bytes) else key
 
 
 def _reconstruct(kind: Any, shape: Any, _typecode: Any) -> np.ndarray:
@@ -38,10 +43,16 @@ def _reconstruct(kind: Any, shape: Any, _typecode: Any) -> np.ndarray:
     return np.empty(0, dtype=np.uint8)
 
 
+def _from_buffer(buffer: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
+    if not isinstance(buffer, bytes | bytearray) or not isinstance(dtype, np.dtype):
+        raise UserError("the pickle builds an array of an unusual kind")
+    return np.frombuffer(buffer, dtype).reshape(shape, order=order)
+
+
 def _dtype(code: Any, *_: Any) -> np.dtype:
-    if code not in ("u1", "|u1"):
-        raise UserError(f"the pickle holds an array of type {code!r} instead of uint8")
-    return np.dtype(np.uint8)
+    if not isinstance(code, str) or not re.fullmatch(r"[<>|=]?[iu][1248]", code):
+        raise UserError(f"the pickle holds an array of type {code!r} instead of integers")
+    return np.dtype(code)
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
@@ -50,11 +61,13 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-# What a uint8 array pickles to, under the module names of numpy 1 and 2. The stand-ins do the one
-# harmless thing that the real callables would, and refuse the rest.
+# What an array of integers pickles to, in any protocol, under the module names of numpy 1 and 2.
+# The stand-ins do the one harmless thing that the real callables would, and refuse the rest.
 _ADMITTED: dict[tuple[str, str], Any] = {
     ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.numeric", "_frombuffer"): _from_buffer,
+    ("numpy._core.numeric", "_frombuffer"): _from_buffer,
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): _dtype,
     ("_codecs", "encode"): _encode,

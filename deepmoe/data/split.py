@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +19,6 @@ class Split:
     def __getitem__(self, index: Tensor) -> "Split":
         return Split(self.images[index], self.labels[index])
 
-    def to(self, device: object) -> "Split":
+    def to(self, device: torch.device | str) -> "Split":
         """A copy on another device."""
         return Split(self.images.to(device), self.labels.to(device))

@@ -62,6 +62,7 @@ class ShallowEmbedding(nn.Module):
         """Every convolution and linear layer, for an input of this size."""
         found, size = [], (height, width)
         for i, conv in enumerate(self.convs):
+            assert isinstance(conv, GatedConv)
             size = conv.output_size(*size)
             found.append(conv.describe(f"convs.{i}", size))
         found.append(linear_layer("project", self.project))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +75,9 @@ class NoisyTopKHeads(nn.Module):
 
 def _project(e_BD: Tensor, weight_CD: Tensor) -> Tensor:
     # In full precision even under autocast: a rounded gate could switch a channel on or off.
-    with torch.autocast(e_BD.device.type, enabled=False):
+    device = e_BD.device.type
+    casts = torch.amp.is_autocast_available(device)  # not for shapes alone, on the meta device
+    with torch.autocast(device, enabled=False) if casts else nullcontext():
         return F.linear(e_BD.to(weight_CD.dtype), weight_CD)
 
 

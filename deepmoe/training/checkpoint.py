@@ -85,7 +85,9 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
-        raise UserError(f"checkpoint {path} does not fit its own model {config.model.name}") from error
+        raise UserError(
+            f"checkpoint {path} does not fit its own model {config.model.name}"
+        ) from error
     optimizer_state: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in _with_prefix(tensors, "optimizer.").items():
         key, _, name = full_name.partition(".")

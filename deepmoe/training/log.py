@@ -27,7 +27,7 @@ class RunLog:
         self.path = path
         self.title = title
         self.quiet = quiet
-        self.console = Console()
+        self.console = Console(soft_wrap=True)
         kept = [line for line in read_metrics(path) if line["epoch"] <= finished]
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
@@ -39,10 +39,10 @@ class RunLog:
             self.console.print(_sentence(self.title, metrics, total_epochs), highlight=False)
 
     @contextmanager
-    def batches(self, batches: Iterable[Any], count: int, label: str) -> Iterator[Iterator[Any]]:
+    def progress(self, batches: Iterable[Any], count: int, label: str) -> Iterator[Iterable[Any]]:
         """Shows a progress bar while batches are used, where a terminal is watching."""
         if self.quiet or not self.console.is_terminal:
-            yield iter(batches)
+            yield batches
             return
         columns = (
             TextColumn("{task.description}"),
@@ -51,7 +51,7 @@ class RunLog:
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=self.console, transient=True) as progress:
-            yield iter(progress.track(batches, total=count, description=f"{self.title} {label}"))
+            yield progress.track(batches, total=count, description=f"{self.title} {label}")
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test lint format docs clean
+
+quickstart: $(VENV)/.installed  ## Train a small DeepMoE and its dense twin, and compare them
+	$(BIN)/deepmoe quickstart
+
+test: $(VENV)/.installed-dev  ## Run the tests
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/.installed-dev  ## Check style, types and the direction of imports
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev  ## Bring the code into the house style
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.installed-dev  ## Bring the generated tables in README.md up to date
+	$(BIN)/python docs/update_tables.py
+
+clean:
+	rm -rf $(VENV) runs
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	touch $@

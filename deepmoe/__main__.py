@@ -1,0 +1,5 @@
+"""`python -m deepmoe` is `deepmoe`."""
+
+from deepmoe.cli import main
+
+main()

@@ -1,0 +1,78 @@
+"""Plots of a run. Figures are made without pyplot, so that nothing global is touched."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from deepmoe.analysis.statistics import activity_by_class
+from deepmoe.training.evaluate import GateRecord
+
+MOST_CLASS_LABELS = 25
+
+
+def loss_curves(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
+    """Task loss in training and accuracy in evaluation, for each named run."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    loss, accuracy = figure.subplots(1, 2)
+    for name, metrics in runs.items():
+        epochs = [m["epoch"] for m in metrics]
+        loss.plot(epochs, [m["task_loss"] for m in metrics], label=f"{name}, training")
+        loss.plot(
+            epochs,
+            [m["evaluation_loss"] for m in metrics],
+            linestyle="--",
+            color=loss.lines[-1].get_color(),
+            label=f"{name}, evaluation",
+        )
+        accuracy.plot(epochs, [100 * m["accuracy"] for m in metrics], label=name)
+        frozen = [m["epoch"] for m in metrics if m["stage"] == "finetune"]
+    for axes in (loss, accuracy):
+        if frozen:
+            axes.axvspan(frozen[0] - 0.5, frozen[-1] + 0.5, color="0.93", zorder=0)
+        axes.set_xlabel("epoch (grey: embedding and gates frozen)" if frozen else "epoch")
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+    loss.set(ylabel="cross-entropy", yscale="log")
+    accuracy.set_ylabel("accuracy, %")
+    return figure
+
+
+def gate_heatmap(record: GateRecord) -> Figure:
+    """Share of channels that run, by class and layer."""
+    table = 100 * activity_by_class(record)
+    classes, layers = table.shape
+    figure = Figure(
+        figsize=(min(14, 3 + 0.45 * layers), min(12, 1.6 + 0.28 * classes)), layout="constrained"
+    )
+    axes = figure.subplots()
+    image = axes.imshow(table, aspect="auto", vmin=0, vmax=100, cmap="viridis")
+    figure.colorbar(image, label="active channels, %")
+    axes.set_xticks(range(layers), record.layer_names, rotation=90, fontsize=7)
+    if classes <= MOST_CLASS_LABELS:
+        axes.set_yticks(range(classes), record.class_names, fontsize=8)
+    axes.set(xlabel="gated convolution", ylabel="class")
+    return figure
+
+
+def macs_histogram(record: GateRecord) -> Figure:
+    """How many images cost how much."""
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    axes = figure.subplots()
+    millions = record.macs / 1e6
+    axes.hist(millions, bins=40, color="tab:blue")
+    axes.axvline(record.dense_macs / 1e6, color="tab:red", label="dense base network")
+    axes.axvline(float(np.mean(millions)), color="black", linestyle="--", label="mean")
+    axes.set(xlabel="million MACs an image", ylabel="images")
+    axes.legend(fontsize=8)
+    return figure
+
+
+def as_data_uri(figure: Figure) -> str:
+    """The figure as an SVG image that can stand inside a page."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg")
+    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

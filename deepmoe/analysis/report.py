@@ -1,0 +1,60 @@
+"""One self-contained page about a run and its dense twin."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from deepmoe.analysis.plots import as_data_uri, gate_heatmap, loss_curves, macs_histogram
+from deepmoe.config import RunConfig, config_to_toml
+from deepmoe.costs import format_macs
+from deepmoe.training.evaluate import EvalResult, GateRecord
+
+TABLE_HEADER = ("network", "accuracy", "mean MACs", "of dense MACs", "active channels")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One of the networks that a report compares."""
+
+    name: str
+    result: EvalResult
+    metrics: Sequence[dict[str, Any]]  # the lines of metrics.jsonl
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The network's line in the table, under TABLE_HEADER."""
+        return (
+            self.name,
+            f"{self.result.accuracy:.2%}",
+            format_macs(self.result.macs),
+            f"{self.result.macs_share:.1%}",
+            f"{self.result.active:.1%}",
+        )
+
+
+def write_report(
+    path: str | Path, contenders: Sequence[Contender], record: GateRecord, config: RunConfig
+) -> None:
+    """Writes the page: table, loss curves, gate heat map, histogram of MACs, configuration."""
+    template = resources.files("deepmoe").joinpath("analysis", "report.html.j2").read_text("utf-8")
+    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
+        template
+    )
+    html = page.render(
+        title=f"DeepMoE: {config.model.name} on {config.data.name}",
+        header=TABLE_HEADER,
+        rows=[contender.row for contender in contenders],
+        images=len(record.labels),
+        evaluated_on=contenders[0].metrics[-1]["evaluated_on"],
+        curves=as_data_uri(loss_curves({c.name: c.metrics for c in contenders})),
+        heatmap=as_data_uri(gate_heatmap(record)),
+        histogram=as_data_uri(macs_histogram(record)),
+        config=config_to_toml(config),
+        version=metadata.version("deepmoe"),
+        torch_version=metadata.version("torch"),
+    )
+    Path(path).write_text(html, encoding="utf-8")

@@ -1,0 +1,33 @@
+"""The first thing to try: train a DeepMoE and its dense twin, and compare them."""
+
+from pathlib import Path
+
+from deepmoe.analysis import Contender, write_report
+from deepmoe.config import RunConfig
+from deepmoe.data import BatchLoader
+from deepmoe.training import collect_gates, fit
+from deepmoe.training.log import read_metrics
+
+REPORT_NAME = "report.html"
+
+
+def train_with_twin(
+    config: RunConfig, out: str | Path, *, resume: bool = False, quiet: bool = False
+) -> list[Contender]:
+    """Trains the dense twin and the gated network, and writes `report.html` beside their runs.
+
+    Args:
+        config: of the gated network.
+        out: folder; the runs are its sub-folders `dense` and `deepmoe`.
+        resume: go on with unfinished runs instead of starting anew.
+        quiet: print nothing.
+    """
+    out = Path(out)
+    contenders = []
+    for name, run in {"dense": config.dense, "deepmoe": config}.items():
+        result = fit(run, out / name, resume=resume, overwrite=not resume, quiet=quiet)
+        contenders.append(Contender(name, result.evaluation, read_metrics(result.metrics)))
+    loader = BatchLoader(result.data.evaluation, result.data.info, 500)
+    record = collect_gates(result.model.cpu(), loader, result.data.info.class_names)
+    write_report(out / REPORT_NAME, contenders, record, config)
+    return contenders

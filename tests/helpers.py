@@ -1,0 +1,57 @@
+"""What several tests need: random gates, a count by PyTorch itself, small runs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from deepmoe.backbones import Backbone
+from deepmoe.config import RunConfig, load_config
+
+TINY_RUN = (
+    "data.size=8",
+    "model.widths=[4, 4, 4, 4, 4, 4, 4, 4, 4]",
+    "embedding.widths=[4, 8]",
+    "embedding.temperature=[0.5, 2]",
+    "train.epochs=2",
+    "train.finetune_epochs=2",
+    "train.batch_size=256",
+)
+
+
+def tiny_config(*overrides: str) -> RunConfig:
+    """A run of seconds that uses every part of training."""
+    return load_config("quickstart", [*TINY_RUN, *overrides])
+
+
+def random_gates(widths: Sequence[int], images: int, density: float = 0.5) -> list[Tensor]:
+    """Gates of which about this share is not zero."""
+    return [torch.rand(images, w) * (torch.rand(images, w) < density) for w in widths]
+
+
+def counted_macs(network: nn.Module, *inputs: object) -> int:
+    """MACs of a forward pass as PyTorch's own counter sees them (it counts two a MAC)."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network(*inputs)
+    flops = counter.get_total_flops()
+    assert flops % 2 == 0
+    return flops // 2
+
+
+def randomise_statistics(network: nn.Module) -> nn.Module:
+    """Makes batch norm do something, as after training."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, 0.0, 0.3)
+            module.running_mean.normal_(0.0, 0.3)
+            module.running_var.uniform_(0.5, 1.5)
+    return network
+
+
+def narrowed_for(backbone: Backbone, gates: Sequence[Tensor], image: int) -> tuple:
+    """The physically small network of one image of a batch, and the gates that go with it."""
+    keep = [g[image] != 0 for g in gates]
+    kept = [g[image : image + 1, k] for g, k in zip(gates, keep, strict=True)]
+    return backbone.narrow(keep), kept

@@ -1,0 +1,68 @@
+import pytest
+import torch
+from helpers import counted_macs
+
+from deepmoe.errors import UserError
+from deepmoe.layers import ShallowEmbedding
+from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
+
+
+@pytest.mark.parametrize("form", ["classes", "latent"])
+def test_mixture_weights_lie_on_the_simplex(form: str) -> None:
+    embedding = ShallowEmbedding(10, form=form, dim=6, widths=(8, 8))
+    e, logits = embedding(torch.randn(5, 3, 16, 16))
+    assert e.shape == (5, 10 if form == "classes" else 6)
+    assert logits.shape == (5, 10)
+    assert (e >= 0).all()
+    torch.testing.assert_close(e.sum(dim=1), torch.ones(5))
+
+
+def test_classes_form_is_the_softmax_of_its_logits() -> None:
+    embedding = ShallowEmbedding(7, widths=(8,)).eval()
+    e, logits = embedding(torch.randn(3, 3, 8, 8))
+    torch.testing.assert_close(e, logits.softmax(dim=1))
+
+
+def test_latent_form_classifies_from_the_mixture_weights_alone() -> None:
+    embedding = ShallowEmbedding(7, form="latent", dim=4, widths=(8,)).eval()
+    e, logits = embedding(torch.randn(3, 3, 8, 8))
+    torch.testing.assert_close(logits, embedding.classifier(e))
+
+
+def test_temperature_is_random_in_training_and_one_in_evaluation() -> None:
+    embedding = ShallowEmbedding(7, widths=(8,), temperature=(0.2, 5.0))
+    x = torch.randn(64, 3, 8, 8)
+    e, logits = embedding(x)
+    temperature = (logits[:, 0] - logits[:, 1]) / (e[:, 0].log() - e[:, 1].log())
+    assert 0.2 <= temperature.min() < 0.5
+    assert 2.0 < temperature.max() <= 5.0
+    e, logits = embedding.eval()(x)
+    torch.testing.assert_close(e, logits.softmax(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("widths", "side"), [(CIFAR_WIDTHS, 32), (IMAGENET_WIDTHS, 224), ((5, 7), 13)]
+)
+@pytest.mark.parametrize("form", ["classes", "latent"])
+def test_described_layers_cost_what_pytorch_counts(form: str, widths: tuple, side: int) -> None:
+    embedding = ShallowEmbedding(100, form=form, widths=widths)
+    layers = embedding.layers(side, side)
+    macs = sum(la.kernel_area * la.positions * la.in_channels * la.out_channels for la in layers)
+    assert macs == counted_macs(embedding, torch.randn(2, 3, side, side)) / 2
+
+
+def test_cifar_widths_cost_what_the_paper_implies() -> None:
+    layers = ShallowEmbedding(100).layers(32, 32)
+    convs = [la for la in layers if la.is_conv]
+    assert (
+        sum(c.kernel_area * c.positions * c.in_channels * c.out_channels for c in convs) == 5160960
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"form": "other"}, {"widths": ()}, {"widths": (8, 0)}, {"temperature": (2.0, 1.0)}],
+)
+def test_bad_options_are_named(options: dict) -> None:
+    with pytest.raises(UserError):
+        ShallowEmbedding(10, **options)

@@ -1,0 +1,87 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deepmoe.errors import UserError
+from deepmoe.layers import GateHeads, NoisyTopKHeads
+
+WIDTHS = [4, 7, 3]
+
+
+def simplex(images: int, dim: int) -> torch.Tensor:
+    return torch.randn(images, dim).mul(3).softmax(dim=1)
+
+
+def test_gates_are_relu_of_a_linear_map_of_each_head() -> None:
+    heads = GateHeads(5, WIDTHS, init="normal(0, 1)")
+    e = simplex(6, 5)
+    gates = heads(e)
+    assert [g.shape for g in gates] == [(6, w) for w in WIDTHS]
+    for gate, weight in zip(gates, heads.weight.split(WIDTHS), strict=True):
+        torch.testing.assert_close(gate, F.relu(e @ weight.T))
+
+
+def test_gates_stay_between_the_extremes_of_their_row() -> None:
+    heads = GateHeads(5, WIDTHS, init="uniform(-0.5, 1)")
+    gates = torch.cat(heads(simplex(200, 5)), dim=1)
+    low, high = heads.weight.amin(dim=1).relu(), heads.weight.amax(dim=1).relu()
+    assert (gates >= low - 1e-6).all()
+    assert (gates <= high + 1e-6).all()
+
+
+def test_initialisations() -> None:
+    assert (GateHeads(5, WIDTHS, init="ones").weight == 1).all()
+    uniform = GateHeads(50, [100], init="uniform(-0.5, 1)").weight
+    assert -0.5 <= uniform.min() < -0.45
+    assert 0.95 < uniform.max() <= 1
+    normal = GateHeads(50, [100], init="normal(2, 1e-1)").weight
+    assert normal.mean().item() == pytest.approx(2, abs=0.01)
+    assert normal.std().item() == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("init", ["zeros", "uniform(1)", "normal(0, x)", "uniform(1, 0)", ""])
+def test_unknown_initialisation_is_refused(init: str) -> None:
+    with pytest.raises(UserError, match="gate init"):
+        GateHeads(5, WIDTHS, init=init)
+
+
+def test_gates_are_computed_in_full_precision_under_autocast() -> None:
+    heads = GateHeads(5, WIDTHS, init="normal(0, 1)")
+    e = simplex(6, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        gates = heads(e)
+    for gate, exact in zip(gates, heads(e), strict=True):
+        assert torch.equal(gate, exact)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_noisy_top_k_keeps_a_share_that_sums_to_one(training: bool) -> None:
+    heads = NoisyTopKHeads(5, [8, 6, 1], share=0.5).train(training)
+    for gate, kept in zip(heads(simplex(9, 5)), [4, 3, 1], strict=True):
+        assert ((gate != 0).sum(dim=1) == kept).all()
+        torch.testing.assert_close(gate.sum(dim=1), torch.ones(9))
+
+
+def test_noisy_top_k_keeps_the_largest_and_is_noisy_in_training_only() -> None:
+    heads = NoisyTopKHeads(5, [8], share=0.25)
+    e = simplex(9, 5)
+    assert any(not torch.equal(heads(e)[0], heads(e)[0]) for _ in range(5))
+    heads.eval()
+    (gate,) = heads(e)
+    assert torch.equal(gate, heads(e)[0])
+    scores = e @ heads.weight.T
+    assert torch.equal(gate != 0, scores >= scores.topk(2, dim=1).values[:, -1:])
+
+
+def test_noisy_top_k_learns_scores_and_noise() -> None:
+    heads = NoisyTopKHeads(5, [8], share=0.5)
+    heads(simplex(9, 5))[0].square().sum().backward()
+    assert heads.weight.grad.abs().sum() > 0
+    assert heads.noise_weight.grad.abs().sum() > 0
+
+
+def test_noisy_top_k_refuses_ties_and_odd_shares() -> None:
+    with pytest.raises(UserError, match="ones"):
+        NoisyTopKHeads(5, [8], init="ones")
+    with pytest.raises(UserError, match="share"):
+        NoisyTopKHeads(5, [8], share=0)

@@ -1,0 +1,113 @@
+import pytest
+
+from deepmoe.config import (
+    LossConfig,
+    ModelConfig,
+    RunConfig,
+    apply_overrides,
+    config_from_dict,
+    config_to_toml,
+    load_config,
+    preset_names,
+    value_at,
+)
+from deepmoe.errors import UserError
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads_and_survives_being_printed(name: str, tmp_path) -> None:
+    config = load_config(name)
+    printed = tmp_path / "printed.toml"
+    printed.write_text(config_to_toml(config))
+    assert load_config(printed) == config
+
+
+def test_a_full_configuration_survives_being_printed(tmp_path) -> None:
+    config = config_from_dict(
+        {
+            "model": {"widths": [1, 2], "gate_last": True, "block": "bottleneck-b", "gates": "all"},
+            "embedding": {"form": "latent", "widths": [3], "temperature": [1, 2]},
+            "loss": {"sparsity": [[0, 0], [5, 1e-3]]},
+        }
+    )
+    assert config.loss.sparsity == ((0.0, 0.0), (5.0, 0.001))
+    assert config.model.widths == (1, 2)
+    (tmp_path / "printed.toml").write_text(config_to_toml(config))
+    assert load_config(tmp_path / "printed.toml") == config
+
+
+def test_extends_reaches_one_level(tmp_path) -> None:
+    (tmp_path / "child.toml").write_text('extends = "quickstart"\n[train]\nlr = 0.5\n')
+    child = load_config(tmp_path / "child.toml")
+    assert child.train.lr == 0.5
+    assert child.model == load_config("quickstart").model
+    (tmp_path / "grandchild.toml").write_text(f'extends = "{tmp_path}/child.toml"\n')
+    with pytest.raises(UserError, match="itself extends"):
+        load_config(tmp_path / "grandchild.toml")
+
+
+def test_overrides_are_read_as_toml_and_else_as_text() -> None:
+    config = load_config(
+        "quickstart",
+        ["train.lr=1e-3", "model.widths=w13-all", "data.root=/some/where", "data.mirror=true"],
+    )
+    assert config.train.lr == 1e-3
+    assert config.model.widths == "w13-all"
+    assert config.data.root == "/some/where"
+    assert config.data.mirror is True
+    assert apply_overrides(config, ["train.seed=7"]).train.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.epoch=3"], r"unknown config key train.epoch \(did you mean train.epochs\?\)"),
+        (["trian.epochs=3"], r"unknown config key trian \(did you mean train\?\)"),
+        (["train=3"], "train is a table"),
+        (["train.epochs=three"], "train.epochs: expected int, got 'three'"),
+        (["train.epochs=2.5"], "train.epochs: expected int"),
+        (["train.epochs=true"], "train.epochs: expected int"),
+        (["train.epochs=0"], "train.epochs must be above 0"),
+        (["train.weight_decay=-1"], "train.weight_decay must not be negative"),
+        (["train.lr=nan"], "train.lr must be above 0"),
+        (["heads.share=2"], "heads.share"),
+        (["data.mirror=1"], "data.mirror: expected bool"),
+        (["model.gates=some"], "model.gates: expected one of inner, all, none"),
+        (["model.block=other"], "model.block: expected one of"),
+        (["model.widths=[1, -2]"], "model.widths: expected a name or a list of whole numbers"),
+        (["loss.sparsity=[[3, 1], [2, 1]]"], "loss.sparsity: expected a number or points"),
+        (["loss.sparsity=x"], "loss.sparsity: expected a number or points"),
+        (["embedding.temperature=[1]"], "embedding.temperature: expected a list of 2"),
+        (["embedding.widths=[1, 'a']"], "embedding.widths: expected int, got 'a'"),
+        (["train.lr"], "--set takes key=value"),
+        (["=1"], "--set takes key=value"),
+    ],
+)
+def test_mistakes_are_named(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_config("quickstart", overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_unreadable_presets_are_named(tmp_path) -> None:
+    with pytest.raises(
+        UserError, match=r"no preset is named 'quikstart' \(did you mean quickstart"
+    ):
+        load_config("quikstart")
+    with pytest.raises(UserError, match="cannot read preset"):
+        load_config(tmp_path / "missing.toml")
+    (tmp_path / "broken.toml").write_text("[train\n")
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_config(tmp_path / "broken.toml")
+
+
+def test_schedules_are_joined_by_lines() -> None:
+    points = ((2.0, 1.0), (4.0, 3.0), (8.0, 0.0))
+    assert [value_at(points, e) for e in (0, 2, 3, 4, 6, 8, 9)] == [1, 1, 2, 3, 1.5, 0, 0]
+    assert value_at(0.5, 100) == 0.5
+
+
+def test_the_dense_twin_differs_in_its_gates_alone() -> None:
+    config = RunConfig(model=ModelConfig(name="vgg16"), loss=LossConfig(sparsity=1.0))
+    assert config.dense.model.gates == "none"
+    assert apply_overrides(config.dense, ["model.gates=inner"]) == config
