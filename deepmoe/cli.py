@@ -91,8 +91,8 @@ def evaluate_checkpoint(checkpoint: Path, overrides: tuple[str, ...], as_json: b
         )
     result = evaluate(loaded.model, BatchLoader(data.evaluation, loaded.info, 500))
     if as_json:
-        values = dataclasses.asdict(result) | {"macs_share": result.macs_share}
-        click.echo(json.dumps(values | {"evaluated_on": data.evaluation_name}, indent=2))
+        values = result.as_dict() | {"evaluated_on": data.evaluation_name}
+        click.echo(json.dumps(values, indent=2))
     else:
         _print_evaluation(result)
 
@@ -280,9 +280,11 @@ def _print_table(header: "Sequence[str]", rows: "Iterable[Sequence[str]]") -> No
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, show_header=any(header))
+    table = Table(box=box.SIMPLE_HEAD, show_header=any(header), pad_edge=False, padding=(0, 1))
     for i, title in enumerate(header):
         table.add_column(title, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table, highlight=False)
+    console = Console()
+    # A log has no edge to keep to.
+    console.print(table, highlight=False, width=None if console.is_terminal else 200)

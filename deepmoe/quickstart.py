@@ -5,20 +5,22 @@ from pathlib import Path
 from deepmoe.analysis import Contender, write_report
 from deepmoe.config import RunConfig
 from deepmoe.data import BatchLoader
+from deepmoe.results import write_result
 from deepmoe.training import collect_gates, fit
 from deepmoe.training.log import read_metrics
 
 REPORT_NAME = "report.html"
+RESULT_NAME = "result.json"
 
 
 def train_with_twin(
     config: RunConfig, out: str | Path, *, resume: bool = False, quiet: bool = False
 ) -> list[Contender]:
-    """Trains the dense twin and the gated network, and writes `report.html` beside their runs.
+    """Trains the dense twin and the gated network, and writes report and result.json.
 
     Args:
         config: of the gated network.
-        out: folder; the runs are its sub-folders `dense` and `deepmoe`.
+        out: folder of the report; the runs are its sub-folders `dense` and `deepmoe`.
         resume: go on with unfinished runs instead of starting anew.
         quiet: print nothing.
     """
@@ -30,4 +32,6 @@ def train_with_twin(
     loader = BatchLoader(result.data.evaluation, result.data.info, 500)
     record = collect_gates(result.model.cpu(), loader, result.data.info.class_names)
     write_report(out / REPORT_NAME, contenders, record, config)
+    values = {c.name: c.result.as_dict() for c in contenders}
+    write_result(out / RESULT_NAME, values, command="deepmoe quickstart", seed=config.train.seed)
     return contenders

@@ -25,6 +25,11 @@ KINDS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch.compiler.reset()  # PyTorch limits how often one function is compiled in a process
+
+
 def make(kind: str) -> DeepMoE:
     return create_model("resnet20", classes=10, **KINDS[kind])
 

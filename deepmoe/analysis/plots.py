@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from deepmoe.analysis.statistics import activity_by_class
 from deepmoe.training.evaluate import GateRecord
@@ -18,6 +19,7 @@ def loss_curves(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
     """Task loss in training and accuracy in evaluation, for each named run."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
+    frozen: list[int] = []
     for name, metrics in runs.items():
         epochs = [m["epoch"] for m in metrics]
         loss.plot(epochs, [m["task_loss"] for m in metrics], label=f"{name}, training")
@@ -29,11 +31,12 @@ def loss_curves(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
             label=f"{name}, evaluation",
         )
         accuracy.plot(epochs, [100 * m["accuracy"] for m in metrics], label=name)
-        frozen = [m["epoch"] for m in metrics if m["stage"] == "finetune"]
+        frozen += [m["epoch"] for m in metrics if m["stage"] == "finetune"]
     for axes in (loss, accuracy):
         if frozen:
-            axes.axvspan(frozen[0] - 0.5, frozen[-1] + 0.5, color="0.93", zorder=0)
+            axes.axvspan(min(frozen) - 0.5, max(frozen) + 0.5, color="0.93", zorder=0)
         axes.set_xlabel("epoch (grey: embedding and gates frozen)" if frozen else "epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(fontsize=8)
         axes.grid(alpha=0.3)
     loss.set(ylabel="cross-entropy", yscale="log")

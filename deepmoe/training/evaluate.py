@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,10 @@ class EvalResult:
     def macs_share(self) -> float:
         """Mean MACs over those of the dense base network."""
         return self.macs / self.dense_macs
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, the share included, as plain values."""
+        return {**asdict(self), "macs_share": self.macs_share}
 
 
 @torch.inference_mode()

@@ -1,6 +1,5 @@
 """A training run: a joint stage, then a stage with embedding and gates frozen; resumable."""
 
-import dataclasses
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,9 +167,9 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _reported(result: EvalResult, evaluated_on: str) -> dict[str, Any]:
-    values = dataclasses.asdict(result)
+    values = result.as_dict()
     values["evaluation_loss"] = values.pop("loss")
-    return {**values, "macs_share": result.macs_share, "evaluated_on": evaluated_on}
+    return {**values, "evaluated_on": evaluated_on}
 
 
 def _title(config: RunConfig) -> str:

@@ -1,0 +1,53 @@
+"""Measured figures as JSON, each with what is needed to judge and repeat it."""
+
+import json
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+def write_result(path: str | Path, values: Any, *, command: str, seed: int) -> None:
+    """Writes figures with the command, hardware, versions, seed and commit they come from."""
+    result = {
+        "command": command,
+        "seed": seed,
+        "hardware": hardware(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("deepmoe", "torch")},
+        },
+        "commit": _commit(),
+        "values": values,
+    }
+    Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def hardware() -> str:
+    """The GPU's name where there is one, else the processor's with its number of usable cores."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{_processor()}, {os.cpu_count()} cores"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that the package runs from, if it does."""
+    folder = Path(__file__).parent
+    git = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

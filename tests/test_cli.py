@@ -1,0 +1,183 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cifar_files import write_binary, write_python
+from click.testing import CliRunner, Result
+from helpers import TINY_RUN
+from PIL import Image
+from safetensors.torch import save_file
+
+from deepmoe.cli import main
+from deepmoe.config import load_config
+from deepmoe.registry import list_models
+from deepmoe.training.log import read_metrics
+
+QUICK = [arg for item in TINY_RUN for arg in ("--set", item)]
+
+
+def deepmoe(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+def assert_refused(result: Result, *words: str) -> None:
+    """One clear sentence on stderr, exit code 2, no traceback."""
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("Error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "run"
+    result = deepmoe("train", "quickstart", "--out", out, *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "epoch 4/4 (finetune): loss" in result.output
+    assert "accuracy" in result.output
+    return out / "last.safetensors"
+
+
+def test_train_eval_and_predict_agree(checkpoint, tmp_path) -> None:
+    result = deepmoe("eval", checkpoint, "--json")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    metrics = read_metrics(checkpoint.parent / "metrics.jsonl")[-1]
+    for key in ("accuracy", "macs", "macs_share", "active", "images", "evaluated_on"):
+        assert values[key] == metrics[key]
+    assert "accuracy" in deepmoe("eval", checkpoint).output
+
+    Image.new("L", (40, 30), 200).save(tmp_path / "grey.png")
+    Image.new("RGBA", (8, 8)).save(tmp_path / "colour.png")
+    images = [tmp_path / "grey.png", tmp_path / "colour.png"]
+    result = deepmoe("predict", checkpoint, *images, "--json")
+    assert result.exit_code == 0, result.output
+    first, second = json.loads(result.stdout)
+    assert first["image"] == str(images[0])
+    assert first["label"] in "0123456789"
+    assert 0.1 <= first["probability"] <= 1
+    assert 0 < second["active"] <= 1
+    assert second["macs"] > 0
+    assert "grey.png" in deepmoe("predict", checkpoint, *images).output.replace("\n", "")
+
+
+def test_training_can_be_resumed_and_overwritten(checkpoint, tmp_path) -> None:
+    assert_refused(deepmoe("train", "quickstart", "--out", checkpoint.parent, *QUICK), "already")
+    resumed = deepmoe("train", "quickstart", "--out", checkpoint.parent, "--resume", *QUICK)
+    assert resumed.exit_code == 0
+    both = deepmoe("train", "quickstart", "--resume", "--overwrite", *QUICK)
+    assert_refused(both, "contradict")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "quikstart"], ["no preset is named 'quikstart'", "quickstart"]),
+        (["config", "quikstart"], ["no preset is named 'quikstart'"]),
+        (["train", "missing.toml"], ["cannot read preset missing.toml"]),
+        (["train", "quickstart", "--set", "train.epoch=1"], ["unknown config key train.epoch"]),
+        (["train", "quickstart", "--set", "train.epochs=x"], ["train.epochs", "expected int"]),
+        (["train", "quickstart", "--set", "model.name=vgg12"], ["no model is named 'vgg12'"]),
+        (["train", "quickstart", "--set", "model.classes=7"], ["model.classes is 7", "10"]),
+        (["train", "quickstart", "--set", "heads.init=zeros"], ["gate init", "zeros"]),
+        (["train", "vgg16_cifar100", "--set", "data.root=nowhere"], ["nowhere", "not exist"]),
+        (["macs", "vgg12"], ["no model is named 'vgg12'"]),
+        (["macs", "vgg16", "--widths", "w2"], ["no widths named 'w2'"]),
+        (["macs", "vgg16", "--widths", "64,x"], ["--widths"]),
+        (["macs", "vgg16", "--widths", "64,64"], ["13 convolutions, but got 2"]),
+        (["macs", "vgg16", "--input", "16"], ["at least 32 px"]),
+        (["macs", "vgg16", "--input", "big"], ["--input"]),
+        (["macs", "vgg16", "--block", "basic"], ["no option 'block'"]),
+        (["macs", "vgg16", "--wide", "0"], ["--wide must be above 0"]),
+        (["macs", "vgg16", "--classes", "0"], ["at least one class"]),
+        (["eval", "missing.safetensors"], ["no checkpoint at missing.safetensors"]),
+        (["predict", "missing.safetensors", "x.png"], ["no checkpoint at"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0] in main.commands else "",
+)
+def test_mistakes_get_one_sentence_and_code_2(arguments, words, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(deepmoe(*arguments), *words)
+
+
+@pytest.mark.parametrize("write", [write_python, write_binary])
+def test_truncated_data_gets_one_sentence_and_code_2(write, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write(tmp_path, "cifar100")
+    train = next(p for p in folder.iterdir() if p.name.startswith("train"))
+    train.write_bytes(train.read_bytes()[:-1234])
+    result = deepmoe("train", "vgg16_cifar100", "--set", f"data.root={tmp_path}")
+    assert_refused(result, train.name, "truncated")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_bad_checkpoints_get_one_sentence_and_code_2(checkpoint, tmp_path) -> None:
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(checkpoint.read_bytes()[:-100])
+    foreign = tmp_path / "foreign.safetensors"
+    save_file({"weight": torch.ones(3)}, foreign)
+    for verb, extra in (("eval", []), ("predict", ["x.png"])):
+        assert_refused(deepmoe(verb, damaged, *extra), "damaged")
+        assert_refused(deepmoe(verb, foreign, *extra), "not a deepmoe checkpoint")
+    write_python(tmp_path, "cifar100")
+    data = [
+        "--set",
+        "data.name=cifar100",
+        "--set",
+        f"data.root={tmp_path}",
+        "--set",
+        "data.size=32",
+    ]
+    assert_refused(deepmoe("eval", checkpoint, *data), "knows 10 classes", "has 100")
+
+
+def test_bad_images_get_one_sentence_and_code_2(checkpoint, tmp_path) -> None:
+    assert_refused(deepmoe("predict", checkpoint, tmp_path / "none.png"), "cannot read image")
+    (tmp_path / "text.png").write_text("not an image")
+    assert_refused(deepmoe("predict", checkpoint, tmp_path / "text.png"), "is not an image")
+
+
+def test_macs_prints_json() -> None:
+    result = deepmoe("macs", "resnet50", "--wide", 2, "--block", "bottleneck-b", "--json")
+    values = json.loads(result.stdout)
+    assert values["params"] == 41911720
+    assert values["input"] == 224
+    assert values["classes"] == 1000
+    required = "params conv_params macs conv_macs embedding_macs embedding_params gate_params"
+    assert values.keys() >= {*required.split(), "input", "classes"}
+    options = ["--widths", "w13-all", "--classes", 10, "--input", "64x32", "--json"]
+    values = json.loads(deepmoe("macs", "vgg16", *options).stdout)
+    assert values["conv_params"] == 24183018
+    assert values["conv_macs"] == 2 * 815346684
+    assert (values["input"], values["classes"]) == ([64, 32], 10)
+    by_list = deepmoe("macs", "vgg11", "--widths", "1,2,3,4,5,6,7,8", "--json")
+    assert json.loads(by_list.stdout)["conv_params"] == 9 * (3 + 2 + 6 + 12 + 20 + 30 + 42 + 56)
+    assert "25,557,032" in deepmoe("macs", "resnet50").output
+
+
+def test_models_lists_the_zoo() -> None:
+    output = deepmoe("models").output
+    assert all(name in output for name in list_models())
+    listed = json.loads(deepmoe("models", "--json").stdout)
+    assert [m["model"] for m in listed] == list_models()
+
+
+def test_config_prints_a_preset_that_loads(tmp_path) -> None:
+    result = deepmoe("config", "quickstart", "--set", "train.lr=0.5")
+    (tmp_path / "mine.toml").write_text(result.stdout)
+    assert load_config(tmp_path / "mine.toml") == load_config("quickstart", ["train.lr=0.5"])
+    assert "vgg16_cifar100" in deepmoe("config").stdout
+
+
+def test_the_module_runs_as_the_command_does() -> None:
+    command = [sys.executable, "-m", "deepmoe", "train", "quikstart"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.startswith("Error: no preset is named 'quikstart'")
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,49 @@
+"""The documents say what the code does."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+sys.path.insert(0, str(ROOT / "docs"))
+from update_tables import PARTS, filled  # noqa: E402
+
+
+def test_generated_tables_are_up_to_date() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert all(f"<!-- {name} -->" in text for name in PARTS)
+    assert filled(text) == text, "run `make docs`"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", document.read_text())
+    for link in links:
+        if not link.startswith("http"):
+            assert (document.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_names_of_code_exist(document: Path) -> None:
+    for dotted in re.findall(r"`(deepmoe(?:\.\w+)+)`", document.read_text()):
+        module, parts = dotted, []
+        while True:
+            try:
+                found = importlib.import_module(module)
+                break
+            except ModuleNotFoundError:
+                module, _, last = module.rpartition(".")
+                parts.insert(0, last)
+        for part in parts:
+            found = getattr(found, part)
+
+
+def test_the_python_example_of_the_readme_runs(capsys) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example.count("\n") <= 15
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""Imports are light and go one way."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import deepmoe
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return result.stdout
+
+
+def test_importing_brings_in_neither_plots_nor_training_nor_cuda() -> None:
+    heavy = [
+        "matplotlib",
+        "sklearn",
+        "scipy",
+        "lightning_fabric",
+        "torchmetrics",
+        "triton",
+        "jinja2",
+        "rich",
+    ]
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import deepmoe
+new = set(sys.modules) - before
+print([m for m in {heavy} if m in new], torch.cuda.is_initialized(), len(new))
+"""
+    found, cuda, count = python(code).rsplit(maxsplit=2)
+    assert (found, cuda) == ("[]", "False")
+    assert int(count) < 20
+
+
+def test_building_a_model_brings_in_neither_plots_nor_training() -> None:
+    code = """
+import sys, torch, deepmoe
+model = deepmoe.create_model("resnet20")
+deepmoe.count_macs(model, 32)
+deepmoe.DeepMoELoss()
+print([m for m in ("matplotlib", "lightning_fabric", "torchmetrics") if m in sys.modules])
+print(torch.cuda.is_initialized())
+"""
+    assert python(code).split() == ["[]", "False"]
+
+
+def test_every_public_name_is_there() -> None:
+    assert set(deepmoe.__all__) == set(deepmoe._HOMES)
+    for name in deepmoe.__all__:
+        assert getattr(deepmoe, name).__name__ == name
+    assert set(deepmoe.__all__) <= set(dir(deepmoe))
+
+
+def test_imports_go_one_way() -> None:
+    linter = Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
+    assert "1 kept, 0 broken" in result.stdout
