@@ -53,7 +53,8 @@ def evaluate(model: DeepMoE, batches: Batches, forward: nn.Module | None = None)
     classes = model_classes(model)
     accuracy = MulticlassAccuracy(classes, average="micro").to(device)
     embedding_accuracy = MulticlassAccuracy(classes, average="micro").to(device)
-    loss, macs, active = (MeanMetric().to(device) for _ in range(3))
+    # Sums of MACs don't fit into single precision.
+    loss, macs, active = (MeanMetric().set_dtype(torch.float64).to(device) for _ in range(3))
     images, size = 0, (0, 0)
     with evaluation_mode(model):
         for x_BCHW, labels in batches:
@@ -61,12 +62,12 @@ def evaluate(model: DeepMoE, batches: Batches, forward: nn.Module | None = None)
             size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
             output = (forward or model)(x_BCHW)
             accuracy.update(output.logits, labels)
-            loss.update(F.cross_entropy(output.logits.float(), labels), len(labels))
+            loss.update(F.cross_entropy(output.logits.double(), labels), len(labels))
             images += len(labels)
             if output.gates is not None:
                 embedding_accuracy.update(output.embedding_logits, labels)
                 macs.update(count_macs(model, size, output.gates).double())
-                active.update(active_share(output.gates))
+                active.update(active_share(output.gates).double())
     if not images:
         raise ValueError("there are no images to evaluate on")
     return EvalResult(

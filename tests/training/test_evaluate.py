@@ -33,7 +33,7 @@ def test_evaluation_equals_plain_means_over_images(model) -> None:
         (output.logits.argmax(1) == labels).double().mean().item()
     )
     assert result.loss == pytest.approx(loss.item(), rel=1e-5)
-    assert result.macs == pytest.approx(count_macs(model, 16, output.gates).double().mean().item())
+    assert result.macs == count_macs(model, 16, output.gates).double().mean().item()
     assert result.active == pytest.approx(active_share(output.gates).mean().item())
     right = output.embedding_logits.argmax(1) == labels
     assert result.embedding_accuracy == pytest.approx(right.double().mean().item())
