@@ -55,12 +55,23 @@ class HeadsConfig:
 class DataConfig:
     """The data set and its augmentation."""
 
-    name: Literal["digits", "cifar10", "cifar100"] = "digits"
-    root: str = "data"
-    size: int | None = None  # pixels a side, where the data set leaves a choice (digits)
+    name: Literal[
+        "digits", "cifar10", "cifar100", "image-folder", "segmentation-pairs", "cityscapes"
+    ] = "digits"
+    root: str = "data"  # folder, or for files of images a zip of it
+    size: int | None = None  # pixels a side, where there is a choice: digits, image-folder
     holdout: int = 0  # training images set aside to choose recipes on, instead of the test set
-    crop_padding: int = 4
     mirror: bool = True
+    crop_padding: int = 4  # of small images
+    resize: int = 256  # image-folder: shorter side before the centre crop of evaluation
+    min_area: float = 0.08  # image-folder: smallest share of an image that a random crop takes
+    color_jitter: float = 0.4  # image-folder: of brightness, contrast and saturation
+    lighting: float = 0.1  # image-folder: strength of PCA lighting
+    crop: tuple[int, int] | None = None  # segmentation: height and width of the random crop
+    scale: tuple[float, float] = (1.0, 1.0)  # segmentation: range of random scaling
+    shift: int = 0  # segmentation: how many pixels a crop may reach beyond the image
+    workers: int = 4  # processes that decode image files
+    unreadable_limit: float = 0.01  # share of files that may be skipped before the run stops
 
 
 @dataclass(frozen=True)
@@ -91,8 +102,16 @@ class TrainConfig:
     nesterov: bool = False
     weight_decay: float = 5e-4
     seed: int = 0
+    target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"  # auto: bf16-mixed on CUDA
+    compile: Literal["auto", "on", "off"] = "auto"  # auto: on CUDA
+    sync_bn: bool = False  # batch norm over the whole batch, not over each device's part
+    loss_limit: float = 1000.0  # a task loss above it, or NaN, stops the run
+    checkpoint_epochs: int = 1  # a checkpoint every so many epochs, and at the end
+    checkpoint_minutes: float = 10.0  # and within an epoch after so many minutes
+    keep_checkpoints: int = 2  # newest ones of finished epochs; the best is kept besides
+    tensorboard: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,8 +131,15 @@ class RunConfig:
             "train.batch_size": self.train.batch_size,
             "train.epochs": self.train.epochs,
             "train.lr": self.train.lr,
+            "train.loss_limit": self.train.loss_limit,
+            "train.checkpoint_epochs": self.train.checkpoint_epochs,
+            "train.checkpoint_minutes": self.train.checkpoint_minutes,
             "embedding.dim": self.embedding.dim,
+            "data.min_area": self.data.min_area,
+            "data.scale": min(self.data.scale),
         }
+        if self.train.target_macs is not None:
+            positive["train.target_macs"] = self.train.target_macs
         not_negative = {
             "train.finetune_epochs": self.train.finetune_epochs,
             "train.finetune_lr": self.train.finetune_lr,
@@ -121,6 +147,12 @@ class RunConfig:
             "train.momentum": self.train.momentum,
             "data.holdout": self.data.holdout,
             "data.crop_padding": self.data.crop_padding,
+            "data.workers": self.data.workers,
+            "data.color_jitter": self.data.color_jitter,
+            "data.lighting": self.data.lighting,
+            "data.shift": self.data.shift,
+            "data.unreadable_limit": self.data.unreadable_limit,
+            "train.keep_checkpoints": self.train.keep_checkpoints,
             "loss.balance": self.loss.balance,
         }
         for key, value in positive.items():

@@ -1,7 +1,20 @@
-"""Data sets in memory, batched augmentation, reproducible loaders."""
+"""Data sets, batched augmentation, reproducible loaders."""
 
-from deepmoe.data.dataset import ImageData, Split, load_data
 from deepmoe.data.image_file import read_image
-from deepmoe.data.loader import BatchLoader
+from deepmoe.data.info import DataInfo
+from deepmoe.data.loader import BatchLoader, Shard, derive_seed
+from deepmoe.data.source import Batch, DataSource, Loader, open_data
+from deepmoe.data.split import Split
 
-__all__ = ["BatchLoader", "ImageData", "Split", "load_data", "read_image"]
+__all__ = [
+    "Batch",
+    "BatchLoader",
+    "DataInfo",
+    "DataSource",
+    "Loader",
+    "Shard",
+    "Split",
+    "derive_seed",
+    "open_data",
+    "read_image",
+]

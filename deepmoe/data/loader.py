@@ -1,6 +1,7 @@
 """Batches in an order that depends on seed and epoch alone, so that any epoch can be replayed."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,12 +9,30 @@ from torch import Tensor
 
 from deepmoe.config import DataConfig
 from deepmoe.data.augment import random_crop, random_mirror
-from deepmoe.data.dataset import ImageInfo
+from deepmoe.data.info import DataInfo
 from deepmoe.data.split import Split
+from deepmoe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One process of several that share every batch."""
+
+    rank: int = 0
+    count: int = 1
+
+    def part_of(self, batch_size: int) -> slice:
+        """Which images of a global batch are this process's."""
+        if batch_size % self.count:
+            raise UserError(
+                f"a batch of {batch_size} can't be shared evenly by {self.count} devices"
+            )
+        size = batch_size // self.count
+        return slice(self.rank * size, (self.rank + 1) * size)
 
 
 class BatchLoader:
-    """Cuts a split into normalised batches (images, labels).
+    """Cuts a split that lies in memory into normalised batches (images, labels).
 
     Iterating gives every image once, in order. `epoch(n)` gives the n-th training epoch: shuffled,
     augmented, without the incomplete last batch.
@@ -21,21 +40,24 @@ class BatchLoader:
     Args:
         split: the images; they are moved to `device` as uint8, once.
         info: mean and standard deviation to normalise with.
-        batch_size: images a batch.
+        batch_size: images a batch, over all shards.
         augment: crop and mirror of training epochs; `None` for neither.
         seed: of shuffling and augmentation.
         device: where batches are made.
+        shard: which part of every batch this process gets. The whole batch is drawn alike in every
+            process, so that the number of processes changes nothing.
     """
 
     def __init__(
         self,
         split: Split,
-        info: ImageInfo,
+        info: DataInfo,
         batch_size: int,
         *,
         augment: DataConfig | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        shard: Shard = Shard(),
     ) -> None:
         self.split = split.to(device)
         self.info = info
@@ -43,6 +65,7 @@ class BatchLoader:
         self.augment = augment
         self.seed = seed
         self.device = torch.device(device)
+        self.shard = shard
 
     @property
     def batches_per_epoch(self) -> int:
@@ -50,21 +73,26 @@ class BatchLoader:
         return len(self.split) // self.batch_size
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for start in range(0, len(self.split), self.batch_size):
+        mine = slice(self.shard.rank, None, self.shard.count)
+        images, labels = self.split.images[mine], self.split.labels[mine]
+        for start in range(0, len(labels), self.batch_size):
             part = slice(start, start + self.batch_size)
-            yield self.info.normalise(self.split.images[part]), self.split.labels[part]
+            yield self.info.normalise(images[part]), labels[part]
 
-    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of one training epoch."""
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of one training epoch, from batch `start` on."""
         generator = torch.Generator(self.device).manual_seed(derive_seed(self.seed, number))
         order = torch.randperm(len(self.split), generator=generator, device=self.device)
-        for batch in range(self.batches_per_epoch):
+        part = self.shard.part_of(self.batch_size)
+        for batch in range(start, self.batches_per_epoch):
+            # A seed of its own for each batch, so that an epoch can be entered anywhere.
+            generator.manual_seed(derive_seed(self.seed, number, batch))
             chosen = order[batch * self.batch_size : (batch + 1) * self.batch_size]
             images, labels = self.split.images[chosen], self.split.labels[chosen]
             if self.augment is not None:
                 images = random_crop(images, self.augment.crop_padding, generator)
                 images = random_mirror(images, generator) if self.augment.mirror else images
-            yield self.info.normalise(images), labels
+            yield self.info.normalise(images[part]), labels[part]
 
 
 def derive_seed(*parts: int) -> int:
