@@ -1,0 +1,171 @@
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cifar_files import PIXELS, write_binary, write_python
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepmoe.config import DataConfig
+from deepmoe.data import load_data
+from deepmoe.data.cifar import read_cifar
+from deepmoe.data.plain_pickle import load_plain_pickle
+from deepmoe.errors import UserError
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_both_layouts_hold_the_same_images(name: str, tmp_path) -> None:
+    pickled = read_cifar(write_python(tmp_path / "a", name).parent, name)
+    binary = read_cifar(write_binary(tmp_path / "b", name), name)  # the folder itself will do, too
+    for one, other in zip(pickled[:2], binary[:2], strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.labels, other.labels)
+    assert pickled[2] == binary[2]
+    assert pickled[2][3] == "class3"
+    train, test, _ = pickled
+    assert len(train) == (100 if name == "cifar10" else 20)
+    assert len(test) == 20
+    assert train.images.shape[1:] == (3, 32, 32)
+    assert train.images.dtype == torch.uint8
+    assert train.labels.dtype == torch.int64
+
+
+def test_rows_are_planes_of_red_green_and_blue(tmp_path) -> None:
+    folder = write_python(tmp_path, "cifar100")
+    batch = pickle.loads((folder / "train").read_bytes())
+    train, _, _ = read_cifar(tmp_path, "cifar100")
+    assert train.images[3, 1, 5, 6] == batch["data"][3, 1024 + 32 * 5 + 6]
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_that_were_saved_anew(protocol: int, tmp_path) -> None:
+    folder = write_python(tmp_path, "cifar10")
+    expected = read_cifar(tmp_path, "cifar10")
+    for path in folder.iterdir():
+        batch = pickle.loads(path.read_bytes())
+        if "labels" in batch:
+            batch["labels"] = np.array(batch["labels"])
+        bytes_keys = {key.encode(): value for key, value in batch.items()}
+        path.write_bytes(pickle.dumps(bytes_keys, protocol=protocol))
+    again = read_cifar(tmp_path, "cifar10")
+    assert torch.equal(again[0].images, expected[0].images)
+    assert torch.equal(again[0].labels, expected[0].labels)
+    assert again[2] == expected[2]
+
+
+@pytest.mark.parametrize("cut", [1, 1000, 40000])
+@pytest.mark.parametrize("write", [write_python, write_binary])
+def test_truncated_files_are_named(write, cut: int, tmp_path) -> None:
+    folder = write(tmp_path, "cifar10")
+    path = next(p for p in sorted(folder.iterdir()) if p.name.startswith("data_batch_3"))
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(UserError, match="data_batch_3.* is truncated or not a CIFAR file"):
+        read_cifar(tmp_path, "cifar10")
+
+
+def test_missing_folders_and_files_are_named(tmp_path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        read_cifar(tmp_path / "nowhere", "cifar10")
+    with pytest.raises(UserError, match="holds no cifar10: looked for cifar-10-batches-py or"):
+        read_cifar(tmp_path, "cifar10")
+    folder = write_python(tmp_path, "cifar10")
+    (folder / "data_batch_4").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*data_batch_4"):
+        read_cifar(tmp_path, "cifar10")
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([1, 2], "holds a list, no dict"),
+        ({"labels": [0]}, "no uint8 array named data"),
+        ({"data": np.zeros((1, 7), np.uint8), "labels": [0]}, "shape"),
+        ({"data": np.zeros((1, PIXELS), np.uint8)}, "no numbers named labels"),
+        ({"data": np.zeros((1, PIXELS), np.uint8), "labels": [0, 1]}, "1 images but 2 labels"),
+        ({"data": np.zeros((1, PIXELS), np.uint8), "labels": [10]}, "labels from 10 to 10"),
+        ({"data": np.zeros((1, PIXELS), np.int64), "labels": [0]}, "no uint8 array named data"),
+        ({"data": np.zeros((1, PIXELS), np.float32), "labels": [0]}, "refused.*of integers"),
+    ],
+)
+def test_files_that_are_something_else_are_named(batch, message: str, tmp_path) -> None:
+    folder = write_python(tmp_path, "cifar10")
+    (folder / "data_batch_1").write_bytes(pickle.dumps(batch, protocol=2))
+    with pytest.raises(UserError, match=message):
+        read_cifar(tmp_path, "cifar10")
+
+
+class Evil:
+    def __init__(self, *call: object) -> None:
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], tuple(self.call[1:])
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        Evil(os.system, "touch {target}"),
+        Evil(eval, "__import__('pathlib').Path('{target}').touch()"),
+        Evil(subprocess.call, ["touch", "{target}"]),
+        Evil(np.fromfile, "/etc/hostname"),
+        Evil(np.dtype, "O"),
+    ],
+    ids=["os.system", "eval", "subprocess", "numpy.fromfile", "object arrays"],
+)
+def test_pickles_that_call_anything_are_refused(attack: Evil, tmp_path) -> None:
+    target = tmp_path / "owned"
+    call = [str(c).format(target=target) if isinstance(c, str) else c for c in attack.call]
+    content = pickle.dumps({"data": Evil(*call)}, protocol=2)
+    with pytest.raises(UserError, match="is refused"):
+        load_plain_pickle(Path("batch"), content)
+    assert not target.exists()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_dict_or_one_error(content: bytes) -> None:
+    try:
+        value = load_plain_pickle(Path("batch"), content)
+    except UserError:
+        return
+    assert isinstance(value, dict)
+
+
+def test_holdout_takes_training_images_evenly_and_leaves_the_test_set_alone(tmp_path) -> None:
+    write_python(tmp_path, "cifar10")
+    whole = load_data(DataConfig(name="cifar10", root=str(tmp_path)))
+    assert (len(whole.train), len(whole.evaluation)) == (100, 20)
+    assert whole.evaluation_name == "test"
+    held = load_data(DataConfig(name="cifar10", root=str(tmp_path), holdout=30))
+    assert (len(held.train), len(held.evaluation)) == (70, 30)
+    assert held.evaluation_name == "holdout"
+    assert held.evaluation.labels.bincount().tolist() == [3] * 10
+    together = torch.cat([held.train.images, held.evaluation.images]).flatten(1)
+    originals = {bytes(row.numpy()) for row in whole.train.images.flatten(1)}
+    assert {bytes(row.numpy()) for row in together} == originals
+    with pytest.raises(UserError, match=r"data.holdout is 100"):
+        load_data(DataConfig(name="cifar10", root=str(tmp_path), holdout=100))
+    with pytest.raises(UserError, match="32 px"):
+        load_data(DataConfig(name="cifar10", root=str(tmp_path), size=16))
+
+
+@pytest.mark.skipif(not (SHARED / "unpack_cifar.py").is_file(), reason="the real CIFAR-100 is absent")
+def test_the_real_cifar100(tmp_path) -> None:
+    command = [sys.executable, SHARED / "unpack_cifar.py", SHARED / "cifar100", tmp_path]
+    subprocess.run(command, check=True)
+    data = load_data(DataConfig(name="cifar100", root=str(tmp_path)))
+    assert (len(data.train), len(data.evaluation)) == (50000, 10000)
+    assert data.info.classes == 100
+    assert data.info.class_names[30] == "dolphin"
+    assert data.train.labels.bincount().tolist() == [500] * 100
+    # the constants that are commonly published for this data set
+    assert data.info.mean == pytest.approx((0.5071, 0.4865, 0.4409), abs=5e-5)
+    assert data.info.std == pytest.approx((0.2673, 0.2564, 0.2762), abs=1e-4)

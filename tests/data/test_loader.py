@@ -1,0 +1,102 @@
+import pytest
+import torch
+from torch import Tensor
+
+from deepmoe.config import DataConfig
+from deepmoe.data import BatchLoader, Split, load_data
+from deepmoe.data.augment import random_crop, random_mirror
+from deepmoe.data.dataset import ImageInfo
+from deepmoe.errors import UserError
+
+INFO = ImageInfo(("a", "b"), (6, 6), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+
+
+def split(count: int) -> Split:
+    images = torch.randint(0, 256, (count, 3, 6, 6), dtype=torch.uint8)
+    return Split(images, torch.arange(count))
+
+
+def labels_of(batches) -> list[int]:
+    return [int(label) for _, labels in batches for label in labels]
+
+
+def test_iteration_gives_every_image_once_in_order() -> None:
+    loader = BatchLoader(split(10), INFO, 4)
+    assert labels_of(loader) == list(range(10))
+    assert [len(labels) for _, labels in loader] == [4, 4, 2]
+
+
+def test_an_epoch_shuffles_by_seed_and_number_alone() -> None:
+    data = split(40)
+    augment = DataConfig(crop_padding=2)
+    first = list(BatchLoader(data, INFO, 8, augment=augment, seed=1).epoch(3))
+    torch.randn(7)  # the global generator plays no part
+    again = list(BatchLoader(data, INFO, 8, augment=augment, seed=1).epoch(3))
+    for (x, y), (x_again, y_again) in zip(first, again, strict=True):
+        assert torch.equal(x, x_again)
+        assert torch.equal(y, y_again)
+    assert sorted(labels_of(first)) == list(range(40))
+    others = [BatchLoader(data, INFO, 8, seed=s).epoch(e) for s, e in [(1, 4), (2, 3)]]
+    for other in others:
+        assert labels_of(other) != labels_of(first)
+
+
+def test_an_epoch_leaves_out_the_incomplete_batch() -> None:
+    loader = BatchLoader(split(10), INFO, 4)
+    assert loader.batches_per_epoch == 2
+    assert [len(labels) for _, labels in loader.epoch(0)] == [4, 4]
+    assert len(labels_of(BatchLoader(split(3), INFO, 64).epoch(0))) == 3
+
+
+def test_normalisation() -> None:
+    x = INFO.normalise(torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1).expand(2, 3, 6, 6))
+    torch.testing.assert_close(x[:, 0, 0, 0], torch.tensor([-2.0, 2.0]))
+
+
+def cut_out(padded: Tensor, crop: Tensor) -> list[tuple[int, int]]:
+    side = crop.shape[-1]
+    places = range(padded.shape[-1] - side + 1)
+    return [
+        (r, c)
+        for r in places
+        for c in places
+        if torch.equal(padded[:, r : r + side, c : c + side], crop)
+    ]
+
+
+def test_random_crop_cuts_each_image_at_its_own_place() -> None:
+    images = torch.randint(1, 256, (50, 3, 6, 6), dtype=torch.uint8)
+    crops = random_crop(images, 2, torch.Generator().manual_seed(0))
+    assert crops.shape == images.shape
+    padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    places = [cut_out(p, c) for p, c in zip(padded, crops, strict=True)]
+    assert all(places)
+    assert len({p[0] for p in places}) > 15  # of 25 possible
+    assert random_crop(images, 0, torch.Generator()) is images
+
+
+def test_random_mirror_flips_about_half() -> None:
+    images = torch.randint(0, 256, (100, 3, 6, 6), dtype=torch.uint8)
+    mirrored = random_mirror(images, torch.Generator().manual_seed(0))
+    flipped = [torch.equal(m, i.flip(2)) for m, i in zip(mirrored, images, strict=True)]
+    same = [torch.equal(m, i) for m, i in zip(mirrored, images, strict=True)]
+    assert all(f or s for f, s in zip(flipped, same, strict=True))
+    assert 30 < sum(flipped) < 70
+
+
+@pytest.mark.parametrize("size", [8, 16, 32])
+def test_digits(size: int) -> None:
+    data = load_data(DataConfig(name="digits", size=size))
+    assert (len(data.train), len(data.evaluation)) == (1437, 360)
+    assert data.info.classes == 10
+    assert data.info.size == (size, size)
+    assert data.train.images.shape[1:] == (3, size, size)
+    assert data.evaluation.labels.bincount().min() >= 34
+    x = data.info.normalise(data.train.images)
+    assert x.mean().abs() < 1e-3
+    assert x.std().item() == pytest.approx(1, abs=1e-2)
+
+
+def test_digits_of_an_odd_size_are_refused() -> None:
+    with pytest.raises(UserError, match="8 to 32 px"):
+        load_data(DataConfig(name="digits", size=64))
