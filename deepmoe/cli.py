@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +16,20 @@ if TYPE_CHECKING:
     from deepmoe.training import EvalResult
 
 
-class OneSentence(click.ClickException):
-    """A user's mistake: one sentence on stderr, exit code 2."""
-
-    exit_code = 2
-
-
 class Verbs(click.Group):
-    """Turns UserError into one clear sentence; anything else is a bug and keeps its traceback."""
+    """Turns mistakes into one clear sentence; anything else is a bug and keeps its traceback."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def main(self, *arguments: Any, **options: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            return super().main(*arguments, **{**options, "standalone_mode": False})
         except UserError as error:
-            raise OneSentence(str(error)) from error
+            message, code = str(error), error.exit_code
+        except click.ClickException as error:
+            message, code = error.format_message(), error.exit_code
+        except click.Abort:
+            message, code = "interrupted", 130
+        click.echo(f"Error: {message}", err=True)
+        sys.exit(code)
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,8 +57,16 @@ out_option = click.option(
 @out_option
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint, if there is one.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is in the folder already.")
+@click.option("--devices", type=int, default=1, help="Devices on each node.", show_default=True)
+@click.option("--nodes", type=int, default=1, help="Nodes, under torchrun or SLURM.")
 def train(
-    preset: str, overrides: tuple[str, ...], out: Path | None, resume: bool, overwrite: bool
+    preset: str,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    resume: bool,
+    overwrite: bool,
+    devices: int,
+    nodes: int,
 ) -> None:
     """Train a model as PRESET says: the name of a preset, or a .toml file."""
     from deepmoe.config import load_config
@@ -66,7 +75,14 @@ def train(
     if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other")
     config = load_config(preset, overrides)
-    result = fit(config, out or _default_out(preset), resume=resume, overwrite=overwrite)
+    result = fit(
+        config,
+        out or _default_out(preset),
+        resume=resume,
+        overwrite=overwrite,
+        devices=devices,
+        nodes=nodes,
+    )
     _print_evaluation(result.evaluation)
     click.echo(f"checkpoint: {result.checkpoint}")
 
@@ -78,18 +94,27 @@ def train(
 def evaluate_checkpoint(checkpoint: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Evaluate CHECKPOINT on the data it was trained for, or on what --set data... names."""
     from deepmoe.config import apply_overrides
-    from deepmoe.data import BatchLoader, load_data
+    from deepmoe.data import open_data
     from deepmoe.training import evaluate, load_checkpoint
+    from deepmoe.training.distributed import make_fabric
 
+    for item in overrides:
+        if not item.startswith(("data.", "train.device", "train.precision")):
+            raise UserError(
+                f"eval takes --set data..., train.device or train.precision, not {item}"
+            )
     loaded = load_checkpoint(checkpoint)
     config = apply_overrides(loaded.config, overrides)
-    data = load_data(config.data)
-    if data.info.classes != loaded.info.classes:
-        raise UserError(
-            f"{checkpoint} knows {loaded.info.classes} classes, "
-            f"but the data ({config.data.name}) has {data.info.classes}"
-        )
-    result = evaluate(loaded.model, BatchLoader(data.evaluation, loaded.info, 500))
+    fabric = make_fabric(config.train)
+    data = open_data(
+        config.data,
+        batch_size=config.train.batch_size,
+        device=fabric.device,
+        info=loaded.info,
+    )
+    model = loaded.model.to(fabric.device)
+    with fabric.autocast():
+        result = evaluate(model, data.evaluation)
     if as_json:
         values = result.as_dict() | {"evaluated_on": data.evaluation_name}
         click.echo(json.dumps(values, indent=2))
@@ -138,26 +163,20 @@ def macs(
     """Count parameters and MACs of MODEL, ungated, at an input size."""
     import torch
 
+    from deepmoe.config import ModelConfig
     from deepmoe.costs import count_costs
-    from deepmoe.registry import create_model, model_entry
+    from deepmoe.registry import create_model, model_entry, model_options
 
     entry = model_entry(model)
-    height, width = _parse_size(size) if size else entry.input_size
-    if not wide > 0:
-        raise UserError(f"--wide must be above 0, not {wide}")
-    chosen: dict[str, Any] = {
-        "wide": wide if wide != 1 else None,
-        "block": block,
-        "widths": _parse_widths(widths),
-    }
-    options = {key: value for key, value in chosen.items() if value is not None}
+    height, width = entry.input_size if size is None else _parse_size(size)
+    chosen = ModelConfig(model, wide=wide, block=block, widths=_parse_widths(widths))  # type: ignore[arg-type]
     with torch.device("meta"):  # shapes are enough to count
-        network = create_model(model, classes=classes, **options)
+        network = create_model(model, classes=classes, **model_options(chosen))
     costs = dataclasses.asdict(count_costs(network, (height, width)))
     values = {
         "model": model,
         "input": height if height == width else [height, width],
-        "classes": classes or entry.classes,
+        "classes": network.backbone.classes,
         **costs,
     }
     if as_json:
@@ -171,26 +190,9 @@ def macs(
 @json_option
 def models(as_json: bool) -> None:
     """List the models, with their usual input and their counts."""
-    import torch
+    from deepmoe.costs import format_macs, zoo_costs
 
-    from deepmoe.costs import count_costs, format_macs
-    from deepmoe.registry import create_model, list_models, model_entry
-
-    listed = []
-    for name in list_models():
-        entry = model_entry(name)
-        with torch.device("meta"):
-            network = create_model(name)
-        listed.append(
-            {
-                "model": name,
-                "input": "x".join(map(str, entry.input_size)),
-                "classes": entry.classes,
-                "gates": len(network.backbone.gate_widths),
-                **dataclasses.asdict(count_costs(network, entry.input_size)),
-                "options": entry.options,
-            }
-        )
+    listed = zoo_costs()
     if as_json:
         click.echo(json.dumps(listed, indent=2))
         return
@@ -242,11 +244,11 @@ def _default_out(preset: str) -> Path:
     return Path("runs") / Path(preset).stem
 
 
-def _parse_widths(text: str | None) -> "str | list[int] | None":
-    if text is None or not text[:1].isdigit():
+def _parse_widths(text: str | None) -> str | tuple[int, ...] | None:
+    if text is None or "," not in text:
         return text
     try:
-        return [int(part) for part in text.split(",")]
+        return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UserError(
             f"--widths takes a name or whole numbers with commas, not {text!r}"

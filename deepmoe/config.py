@@ -3,18 +3,20 @@
 import dataclasses
 import difflib
 import itertools
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import cattrs
 import tomli_w
 
 from deepmoe.errors import UserError
 
+T = TypeVar("T")
 Schedule = float | tuple[tuple[float, float], ...]
 """A constant, or points (epoch, value) joined by straight lines and held flat at both ends."""
 
@@ -49,6 +51,7 @@ class HeadsConfig:
     kind: Literal["relu", "noisy-topk"] = "relu"
     init: str | None = None  # ones, uniform(a, b) or normal(m, s); None: the kind's own default
     share: float = 0.5  # of a layer's channels that noisy top-k keeps
+    revive: float | None = None  # gradient of closed ReLU gates; None: 0.1 with a budget, else 0
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class TrainConfig:
     weight_decay: float = 5e-4
     seed: int = 0
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
+    budget_by_cost: bool = False  # press harder where a channel costs more
+    channel_floor: float = 0.05  # share of each layer's channels that a budget leaves running
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"  # auto: bf16-mixed on CUDA
     compile: Literal["auto", "on", "off"] = "auto"  # auto: on CUDA
@@ -112,6 +117,50 @@ class TrainConfig:
     checkpoint_minutes: float = 10.0  # and within an epoch after so many minutes
     keep_checkpoints: int = 2  # newest ones of finished epochs; the best is kept besides
     tensorboard: bool = False
+
+    @property
+    def total_epochs(self) -> int:
+        """Of both stages."""
+        return self.epochs + self.finetune_epochs
+
+
+TINY, HUGE = 1e-12, 1e12
+_RANGES: dict[str, tuple[float, float]] = {
+    "model.wide": (1e-3, 1e3),
+    "embedding.dim": (1, 1e5),
+    "heads.share": (TINY, 1),
+    "heads.revive": (0, 1),
+    "data.size": (1, 1e5),
+    "data.holdout": (0, HUGE),
+    "data.crop_padding": (0, 1e3),
+    "data.resize": (1, 1e5),
+    "data.min_area": (TINY, 1),
+    "data.color_jitter": (0, 1),
+    "data.lighting": (0, 10),
+    "data.crop": (1, 1e5),
+    "data.scale": (1e-2, 1e2),
+    "data.shift": (0, 1e4),
+    "data.workers": (0, 1e3),
+    "data.unreadable_limit": (0, 1),
+    "loss.balance": (0, HUGE),
+    "loss.label_smoothing": (0, 1),
+    "train.epochs": (1, 1e6),
+    "train.finetune_epochs": (0, 1e6),
+    "train.batch_size": (2, 1e7),  # batch norm needs more than one image
+    "train.lr": (TINY, 1e3),
+    "train.lr_decay": (0, 1),
+    "train.warmup": (TINY, 1),
+    "train.finetune_lr": (0, 1e3),
+    "train.momentum": (0, 1),
+    "train.weight_decay": (0, 1e3),
+    "train.seed": (0, 2**32 - 1),
+    "train.target_macs": (TINY, 1e18),
+    "train.channel_floor": (TINY, 1),
+    "train.loss_limit": (TINY, HUGE),
+    "train.checkpoint_epochs": (1, 1e6),
+    "train.checkpoint_minutes": (TINY, HUGE),
+    "train.keep_checkpoints": (0, 1e6),
+}
 
 
 @dataclass(frozen=True)
@@ -126,47 +175,19 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        positive = {
-            "model.wide": self.model.wide,
-            "train.batch_size": self.train.batch_size,
-            "train.epochs": self.train.epochs,
-            "train.lr": self.train.lr,
-            "train.loss_limit": self.train.loss_limit,
-            "train.checkpoint_epochs": self.train.checkpoint_epochs,
-            "train.checkpoint_minutes": self.train.checkpoint_minutes,
-            "embedding.dim": self.embedding.dim,
-            "data.min_area": self.data.min_area,
-            "data.scale": min(self.data.scale),
-        }
-        if self.train.target_macs is not None:
-            positive["train.target_macs"] = self.train.target_macs
-        not_negative = {
-            "train.finetune_epochs": self.train.finetune_epochs,
-            "train.finetune_lr": self.train.finetune_lr,
-            "train.weight_decay": self.train.weight_decay,
-            "train.momentum": self.train.momentum,
-            "data.holdout": self.data.holdout,
-            "data.crop_padding": self.data.crop_padding,
-            "data.workers": self.data.workers,
-            "data.color_jitter": self.data.color_jitter,
-            "data.lighting": self.data.lighting,
-            "data.shift": self.data.shift,
-            "data.unreadable_limit": self.data.unreadable_limit,
-            "train.keep_checkpoints": self.train.keep_checkpoints,
-            "loss.balance": self.loss.balance,
-        }
-        for key, value in positive.items():
-            if not value > 0:
-                raise UserError(f"{key} must be above 0, not {value}")
-        for key, value in not_negative.items():
-            if not value >= 0:
-                raise UserError(f"{key} must not be negative, but is {value}")
-        for key, value in {
-            "heads.share": self.heads.share,
-            "train.warmup": self.train.warmup,
-        }.items():
-            if not 0 < value <= 1:
-                raise UserError(f"{key} must lie above 0 and at most at 1, not {value}")
+        for key, (low, high) in _RANGES.items():
+            table, _, name = key.partition(".")
+            value = getattr(getattr(self, table), name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not low <= number <= high:
+                    raise UserError(f"{key} must lie from {low:g} to {high:g}, not be {number}")
+        for name in ("sparsity", "embedding"):
+            schedule = getattr(self.loss, name)
+            levels = [v for _, v in schedule] if isinstance(schedule, tuple) else [schedule]
+            if not all(0 <= level < math.inf for level in levels):
+                raise UserError(f"loss.{name} must not be negative, nor infinite: {schedule}")
+        if self.train.nesterov and not self.train.momentum:
+            raise UserError("train.nesterov needs a train.momentum above 0")
 
     @property
     def dense(self) -> "RunConfig":
@@ -193,7 +214,8 @@ def load_config(preset: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     values = _read_preset(preset)
     base = values.pop("extends", None)
     if base is not None:
-        parent = _read_preset(base)
+        beside = str(preset).endswith(".toml") and str(base).endswith(".toml")
+        parent = _read_preset(Path(preset).parent / base if beside else base)
         if "extends" in parent:
             raise UserError(f"preset {preset} extends {base}, which itself extends another preset")
         values = _merge(parent, values)
@@ -207,9 +229,14 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """Builds a RunConfig from nested plain values; rejects unknown keys and wrong types."""
-    _check_keys(RunConfig, values, prefix="")
+    return structured(values, RunConfig)
+
+
+def structured(values: Any, cls: type[T]) -> T:
+    """Builds a dataclass from nested plain values; rejects unknown keys and wrong types."""
+    _check_keys(cls, values, prefix="")
     try:
-        return _CONVERTER.structure(values, RunConfig)
+        return _CONVERTER.structure(values, cls)
     except cattrs.BaseValidationError as error:
         problem = cattrs.transform_error(error, path="", format_exception=_describe)[0]
         message, _, path = problem.rpartition(" @ ")
@@ -293,7 +320,8 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 def _check_keys(cls: type, values: Any, prefix: str) -> None:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     if not isinstance(values, Mapping):
-        raise UserError(f"config key {prefix.rstrip('.')} is a table, not {values!r}")
+        where = f"config key {prefix.rstrip('.')}" if prefix else "the configuration"
+        raise UserError(f"{where} is a table, not {values!r}")
     for key, value in values.items():
         if key not in fields:
             raise UserError(f"unknown config key {prefix}{key}{suggest(key, fields, prefix)}")

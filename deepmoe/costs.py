@@ -1,15 +1,17 @@
 """Exact costs: parameters, and multiply-accumulates (MACs) dense, per image and expected."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import overload
+from dataclasses import asdict, dataclass
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from deepmoe.backbones import Backbone
+from deepmoe.errors import UserError
 from deepmoe.layers import Layer
-from deepmoe.model import DeepMoE
+from deepmoe.model import DeepMoE, evaluation_mode
+from deepmoe.registry import create_model, list_models, model_entry
 
 Size = int | tuple[int, int]
 """Pixels a side, or (height, width)."""
@@ -70,31 +72,53 @@ def count_macs(
     routing = costs.embedding_macs + costs.gate_macs
     if gates is None:
         return costs.macs + routing
-    active = [(g != 0).sum(dim=1) for g in gates]  # int64, one number an image
-    total = torch.full_like(active[0], routing)
+    backbone.check_gates(gates)
+    active = torch.stack([(g != 0).sum(dim=1) for g in gates], dim=1)
+    quadratic = cost_matrix(backbone, size).to(active.device)
+    return macs_of_counts(active.double(), quadratic).long() + routing
+
+
+def cost_matrix(backbone: Backbone, size: Size) -> Tensor:
+    """The cost of an image as a quadratic form: MACs = a^T Q a with a = (active channels, 1).
+
+    A layer between two gates costs the product of their active channels; the constant 1 stands
+    for the sides of layers that have no gate.
+
+    Returns:
+        Q in float64, in which MACs are exact, of shape (gates + 1, gates + 1).
+    """
+    constant = len(backbone.gate_widths)
+    q = torch.zeros(constant + 1, constant + 1, dtype=torch.float64)
     for layer in backbone.layers(*_pair(size)):
-        ins = layer.in_channels if layer.in_gate is None else active[layer.in_gate]
-        outs = layer.out_channels if layer.out_gate is None else active[layer.out_gate]
-        total = total + layer.kernel_area * layer.positions * ins * outs
-    return total
+        factor = layer.kernel_area * layer.positions
+        factor *= layer.in_channels if layer.in_gate is None else 1
+        factor *= layer.out_channels if layer.out_gate is None else 1
+        row = constant if layer.in_gate is None else layer.in_gate
+        column = constant if layer.out_gate is None else layer.out_gate
+        q[row, column] += factor
+    return q
+
+
+def macs_of_counts(active_BL: Tensor, quadratic: Tensor) -> Tensor:
+    """MACs of the base network for each image, from its active channels in each gated layer."""
+    a = torch.cat([active_BL, torch.ones_like(active_BL[:, :1])], dim=1)
+    return ((a @ quadratic) * a).sum(dim=1)
 
 
 @torch.inference_mode()
 def expected_macs(model: DeepMoE, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Mean MACs an image over a loader of (images, labels); only the routing networks run."""
     device = next(model.parameters()).device
-    training = model.training
-    model.eval()
     total, images = 0, 0
-    for x_BCHW, _ in batches:
-        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
-        gates, _ = model.route(x_BCHW.to(device))
-        if gates is None:
-            total += count_macs(model, size) * len(x_BCHW)
-        else:
-            total += int(count_macs(model, size, gates).sum())
-        images += len(x_BCHW)
-    model.train(training)
+    with evaluation_mode(model):
+        for x_BCHW, _ in batches:
+            size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
+            gates, _ = model.route(x_BCHW.to(device))
+            if gates is None:
+                total += count_macs(model, size) * len(x_BCHW)
+            else:
+                total += int(count_macs(model, size, gates).sum())
+            images += len(x_BCHW)
     if not images:
         raise ValueError("the loader gave no images")
     return total / images
@@ -104,6 +128,26 @@ def active_share(gates: Sequence[Tensor]) -> Tensor:
     """Share of all gated channels that run, one number an image."""
     active = torch.stack([(g != 0).sum(dim=1) for g in gates]).sum(dim=0)
     return active / max(1, sum(g.shape[1] for g in gates))
+
+
+def zoo_costs() -> list[dict[str, Any]]:
+    """Every model of the zoo at its usual input, with its usual classes: counts and options."""
+    listed = []
+    for name in list_models():
+        entry = model_entry(name)
+        with torch.device("meta"):  # shapes are enough to count
+            model = create_model(name)
+        listed.append(
+            {
+                "model": name,
+                "input": "x".join(map(str, entry.input_size)),
+                "classes": entry.classes,
+                "gates": len(model.backbone.gate_widths),
+                **asdict(count_costs(model, entry.input_size)),
+                "options": entry.options,
+            }
+        )
+    return listed
 
 
 def format_macs(macs: float) -> str:
@@ -120,4 +164,7 @@ def _parameters(module: nn.Module | None) -> int:
 
 
 def _pair(size: Size) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else size
+    height, width = (size, size) if isinstance(size, int) else size
+    if height < 1 or width < 1:
+        raise UserError(f"an input has at least one pixel a side, not {height}x{width}")
+    return height, width

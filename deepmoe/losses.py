@@ -54,16 +54,17 @@ class DeepMoELoss:
         self.ignore_index = ignore_index
 
     @classmethod
-    def from_config(cls, config: LossConfig, *, frozen: bool = False) -> "DeepMoELoss":
+    def from_config(
+        cls, config: LossConfig, *, frozen: bool = False, ignore_index: int = -100
+    ) -> "DeepMoELoss":
         """The objective of a stage: while embedding and gates are frozen, the task alone."""
-        if frozen:
-            return cls(0.0, embedding=0.0, label_smoothing=config.label_smoothing)
         return cls(
-            config.sparsity,
+            0.0 if frozen else config.sparsity,
             l1=config.l1,
-            embedding=config.embedding,
-            balance=config.balance,
+            embedding=0.0 if frozen else config.embedding,
+            balance=0.0 if frozen else config.balance,
             label_smoothing=config.label_smoothing,
+            ignore_index=ignore_index,
         )
 
     def __call__(self, output: DeepMoEOutput, targets: Tensor, epoch: float = 0.0) -> LossParts:
@@ -80,9 +81,8 @@ class DeepMoELoss:
             gates = gate_l1(output.gates, self.l1)
             if self.balance:
                 balance = load_imbalance(output.gates)
-        if output.embedding_logits is not None and targets.ndim == 1:
-            # A segmentation batch has labels of pixels, and none of the image.
-            embedding = F.cross_entropy(output.embedding_logits.float(), targets)
+        if output.embedding_logits is not None:
+            embedding = _image_cross_entropy(output.embedding_logits.float(), targets)
         total = (
             task
             + value_at(self.sparsity, epoch) * gates
@@ -90,6 +90,14 @@ class DeepMoELoss:
             + self.balance * balance
         )
         return LossParts(total, task, gates, embedding, balance)
+
+
+def _image_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    if targets.ndim == 1:
+        return F.cross_entropy(logits, targets)
+    # A segmentation batch has labels of pixels, and none of the image. Zero, but still a function
+    # of the logits: DDP waits for a gradient of every parameter.
+    return 0.0 * logits.mean()
 
 
 def gate_l1(gates: Sequence[Tensor], reduction: Literal["sum", "mean"] = "sum") -> Tensor:

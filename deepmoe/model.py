@@ -1,5 +1,7 @@
 """DeepMoE: embedding, gate heads and base network, joined."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -60,3 +62,15 @@ class DeepMoE(nn.Module):
     def routing_modules(self) -> list[nn.Module]:
         """What the fine-tune stage freezes: the embedding network and the heads."""
         return [m for m in (self.embedding, self.heads) if m is not None]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, each module's own mode again afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

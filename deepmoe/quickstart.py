@@ -4,7 +4,7 @@ from pathlib import Path
 
 from deepmoe.analysis import Contender, write_report
 from deepmoe.config import RunConfig
-from deepmoe.data import BatchLoader
+from deepmoe.errors import UserError
 from deepmoe.results import write_result
 from deepmoe.training import collect_gates, fit
 from deepmoe.training.log import read_metrics
@@ -24,14 +24,21 @@ def train_with_twin(
         resume: go on with unfinished runs instead of starting anew.
         quiet: print nothing.
     """
+    if config.model.gates == "none":
+        raise UserError("a comparison with the dense twin needs gates; model.gates is none")
     out = Path(out)
     contenders = []
     for name, run in {"dense": config.dense, "deepmoe": config}.items():
         result = fit(run, out / name, resume=resume, overwrite=not resume, quiet=quiet)
         contenders.append(Contender(name, result.evaluation, read_metrics(result.metrics)))
-    loader = BatchLoader(result.data.evaluation, result.data.info, 500)
-    record = collect_gates(result.model.cpu(), loader, result.data.info.class_names)
-    write_report(out / REPORT_NAME, contenders, record, config)
+    record = collect_gates(result.model, result.data.evaluation, result.data.info.class_names)
+    write_report(out / REPORT_NAME, contenders, record, config, result.data.evaluation_name)
     values = {c.name: c.result.as_dict() for c in contenders}
-    write_result(out / RESULT_NAME, values, command="deepmoe quickstart", seed=config.train.seed)
+    write_result(
+        out / RESULT_NAME,
+        values,
+        command="deepmoe quickstart",
+        seed=config.train.seed,
+        device=next(result.model.parameters()).device,
+    )
     return contenders

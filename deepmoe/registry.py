@@ -1,5 +1,6 @@
 """The model zoo: names, and how a model is built from one."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, NoisyTopKHeads, ShallowEmbedding
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
 from deepmoe.model import DeepMoE
+
+MOST_CLASSES = 1_000_000
+REVIVE_UNDER_BUDGET = 0.1  # a budget may close a gate by mistake; see HeadsConfig.revive
 
 BackboneFactory = Callable[..., Backbone]
 
@@ -101,8 +105,8 @@ def create_model(
     """
     entry = model_entry(name)
     classes = entry.classes if classes is None else classes
-    if classes < 1:
-        raise UserError(f"a model needs at least one class, not {classes}")
+    if not 1 <= classes <= MOST_CLASSES:
+        raise UserError(f"a model has from 1 to {MOST_CLASSES:,} classes, not {classes}")
     for option in options:
         if option not in entry.options:
             raise UserError(f"{name} has no option {option!r}; it takes {', '.join(entry.options)}")
@@ -117,7 +121,7 @@ def create_model(
         classes,
         form=embedding.form,
         dim=embedding.dim,
-        widths=embedding.widths or entry.embedding_widths,
+        widths=entry.embedding_widths if embedding.widths is None else embedding.widths,
         temperature=embedding.temperature,
     )
     return DeepMoE(network, _make_heads(network.dim, backbone, heads or HeadsConfig()), backbone)
@@ -130,17 +134,21 @@ def model_from_config(config: RunConfig, classes: int) -> DeepMoE:
         raise UserError(
             f"model.classes is {model.classes}, but the data ({config.data.name}) has {classes}"
         )
+    heads = config.heads
+    if config.train.target_macs is not None and heads.revive is None:
+        heads = dataclasses.replace(heads, revive=REVIVE_UNDER_BUDGET)
     return create_model(
         model.name,
         classes=classes,
         gates=model.gates,
         embedding=config.embedding,
-        heads=config.heads,
-        **_options(model),
+        heads=heads,
+        **model_options(model),
     )
 
 
-def _options(model: ModelConfig) -> dict[str, Any]:
+def model_options(model: ModelConfig) -> dict[str, Any]:
+    """What `create_model` passes on to the base network: the options that are not at default."""
     chosen = {
         "wide": model.wide if model.wide != 1.0 else None,
         "widths": model.widths,
@@ -153,7 +161,7 @@ def _options(model: ModelConfig) -> dict[str, Any]:
 def _make_heads(dim: int, backbone: Backbone, config: HeadsConfig) -> GateHeads | NoisyTopKHeads:
     init = {} if config.init is None else {"init": config.init}
     if config.kind == "relu":
-        return GateHeads(dim, backbone.gate_widths, **init)
+        return GateHeads(dim, backbone.gate_widths, revive=config.revive or 0.0, **init)
     return NoisyTopKHeads(dim, backbone.gate_widths, share=config.share, **init)
 
 

@@ -8,13 +8,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
 
-def write_result(path: str | Path, values: Any, *, command: str, seed: int) -> None:
+
+def write_result(
+    path: str | Path, values: Any, *, command: str, seed: int, device: torch.device | str
+) -> None:
     """Writes figures with the command, hardware, versions, seed and commit they come from."""
     result = {
         "command": command,
         "seed": seed,
-        "hardware": hardware(),
+        "hardware": hardware(device),
         "versions": {
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in ("deepmoe", "torch")},
@@ -25,12 +29,10 @@ def write_result(path: str | Path, values: Any, *, command: str, seed: int) -> N
     Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def hardware() -> str:
-    """The GPU's name where there is one, else the processor's with its number of usable cores."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def hardware(device: torch.device | str) -> str:
+    """The name of the device: a GPU's, or the processor's with its number of cores."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
     return f"{_processor()}, {os.cpu_count()} cores"
 
 

@@ -10,34 +10,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from deepmoe.costs import count_costs, format_macs
-from deepmoe.registry import create_model, list_models, model_entry
+from deepmoe.costs import format_macs, zoo_costs
 
 ROOT = Path(__file__).parents[1]
 
 
 def models_table() -> str:
     """The zoo at its usual input, with its usual classes."""
-    rows = []
-    for name in list_models():
-        entry = model_entry(name)
-        with torch.device("meta"):
-            model = create_model(name)
-        costs = count_costs(model, entry.input_size)
-        rows.append(
-            (
-                f"`{name}`",
-                "x".join(map(str, entry.input_size)),
-                entry.classes,
-                len(model.backbone.gate_widths),
-                f"{costs.params / 1e6:.2f} M",
-                format_macs(costs.macs),
-                f"{costs.embedding_macs / costs.macs:.1%}",
-                ", ".join(entry.options),
-            )
+    rows = [
+        (
+            f"`{m['model']}`",
+            m["input"],
+            m["classes"],
+            m["gates"],
+            f"{m['params'] / 1e6:.2f} M",
+            format_macs(m["macs"]),
+            f"{m['embedding_macs'] / m['macs']:.1%}",
+            ", ".join(m["options"]),
         )
+        for m in zoo_costs()
+    ]
     header = ["model", "input", "classes", "gates", "parameters", "MACs", "embedding", "options"]
     return _markdown(header, rows)
 
@@ -58,7 +50,7 @@ def quickstart_table() -> str:
     header = ["network", "accuracy", "mean MACs", "of dense MACs", "active channels"]
     source = (
         f"`{result['command']}`, seed {result['seed']}, {result['hardware']}, "
-        f"torch {result['versions']['torch']}; 360 test images"
+        f"torch {result['versions']['torch']}"
     )
     return f"{_markdown(header, rows)}\n\n({source})"
 
@@ -69,10 +61,10 @@ PARTS: dict[str, Callable[[], str]] = {"models": models_table, "quickstart": qui
 def filled(text: str) -> str:
     """The text with every generated part brought up to date."""
     for name, make in PARTS.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-        if re.search(pattern, text, flags=re.DOTALL):
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", flags=re.DOTALL)
+        if pattern.search(text):
             content = make()
-            text = re.sub(pattern, lambda m, c=content: m[1] + c + m[2], text, flags=re.DOTALL)
+            text = pattern.sub(lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text)
     return text
 
 

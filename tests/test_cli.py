@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -94,10 +95,29 @@ def test_training_can_be_resumed_and_overwritten(checkpoint, tmp_path) -> None:
         (["macs", "vgg16", "--input", "16"], ["at least 32 px"]),
         (["macs", "vgg16", "--input", "big"], ["--input"]),
         (["macs", "vgg16", "--block", "basic"], ["no option 'block'"]),
-        (["macs", "vgg16", "--wide", "0"], ["--wide must be above 0"]),
-        (["macs", "vgg16", "--classes", "0"], ["at least one class"]),
+        (["macs", "vgg16", "--wide", "0"], ["out of range"]),
+        (["macs", "vgg16", "--classes", "0"], ["classes"]),
         (["eval", "missing.safetensors"], ["no checkpoint at missing.safetensors"]),
         (["predict", "missing.safetensors", "x.png"], ["no checkpoint at"]),
+        (["macs", "vgg16", "--wide", "inf"], ["out of range"]),
+        (["macs", "vgg16", "--wide", "1e30"], ["out of range"]),
+        (["macs", "vgg16", "--wide", "-1"], ["out of range"]),
+        (["macs", "vgg16", "--wide", "abc"], ["abc"]),
+        (["macs", "vgg16", "--classes", "9" * 30], ["classes"]),
+        (["macs", "vgg16", "--input", ""], ["--input"]),
+        (["macs", "vgg16", "--bogus"], ["--bogus"]),
+        (["macs"], ["MODEL"]),
+        (["train"], ["PRESET"]),
+        (["train", "quickstart", "--devices", "0"], ["--devices"]),
+        (["train", "quickstart", "--set", "model.wide=inf"], ["model.wide"]),
+        (["train", "quickstart", "--set", "train.seed=-1"], ["train.seed"]),
+        (["train", "quickstart", "--set", "train.batch_size=1"], ["train.batch_size"]),
+        (["train", "quickstart", "--set", "loss.sparsity=nan"], ["loss.sparsity"]),
+        (["train", "quickstart", "--set", "data.size=0"], ["data.size"]),
+        (["train", "quickstart", "--set", "embedding.widths=[]"], ["widths"]),
+        (["train", "quickstart", "--out", "/proc/nowhere"], ["cannot write"]),
+        (["quickstart", "--set", "model.gates=none"], ["model.gates"]),
+        (["eval", "x", "--set", "model.name=vgg16"], ["eval takes"]),
     ],
     ids=lambda value: " ".join(value) if value[0] in main.commands else "",
 )
@@ -137,10 +157,24 @@ def test_bad_checkpoints_get_one_sentence_and_code_2(checkpoint, tmp_path) -> No
     assert_refused(deepmoe("eval", checkpoint, *data), "knows 10 classes", "has 100")
 
 
+def test_a_run_survives_a_failed_overwrite(checkpoint) -> None:
+    content = checkpoint.read_bytes()
+    command = ["train", "quickstart", "--out", checkpoint.parent, "--overwrite", *QUICK]
+    assert_refused(deepmoe(*command, "--set", "model.name=nope"), "nope")
+    assert checkpoint.read_bytes() == content
+
+
+def test_an_unknown_verb_gets_one_sentence_and_code_2() -> None:
+    assert_refused(deepmoe("bogus"), "bogus")
+
+
 def test_bad_images_get_one_sentence_and_code_2(checkpoint, tmp_path) -> None:
     assert_refused(deepmoe("predict", checkpoint, tmp_path / "none.png"), "cannot read image")
     (tmp_path / "text.png").write_text("not an image")
     assert_refused(deepmoe("predict", checkpoint, tmp_path / "text.png"), "is not an image")
+    header = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + b"\0\0\xea\x60" * 2 + b"\x08\x02\0\0\0"
+    (tmp_path / "bomb.png").write_bytes(header + zlib.crc32(header[12:]).to_bytes(4, "big"))
+    assert_refused(deepmoe("predict", checkpoint, tmp_path / "bomb.png"), "cannot read image")
 
 
 def test_macs_prints_json() -> None:

@@ -3,6 +3,7 @@ import torch
 from helpers import counted_macs, random_gates
 
 from deepmoe.costs import active_share, count_costs, count_macs, expected_macs
+from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, list_models, model_entry
 
@@ -126,3 +127,19 @@ def test_expected_macs_is_the_mean_over_a_loader() -> None:
     assert expected_macs(dense, batches) == count_macs(dense, 16)
     with pytest.raises(ValueError, match="no images"):
         expected_macs(model, [])
+
+
+def test_counting_leaves_frozen_parts_frozen() -> None:
+    model = create_model("resnet20").train()
+    model.embedding.eval()
+    expected_macs(model, [(torch.randn(2, 3, 16, 16), torch.zeros(2))])
+    assert model.backbone.training
+    assert not model.embedding.training
+
+
+def test_gates_and_sizes_that_do_not_fit_are_refused() -> None:
+    backbone = create_model("resnet20").backbone
+    with pytest.raises(UserError, match="gates of widths"):
+        count_macs(backbone, 32, [])
+    with pytest.raises(UserError, match="at least one pixel"):
+        count_macs(backbone, 0)

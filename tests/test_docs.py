@@ -16,7 +16,11 @@ from update_tables import PARTS, filled  # noqa: E402
 def test_generated_tables_are_up_to_date() -> None:
     text = (ROOT / "README.md").read_text()
     assert all(f"<!-- {name} -->" in text for name in PARTS)
+    assert "| `vgg16` | 32x32 | 100 | 12 | 14.77 M |" in text
     assert filled(text) == text, "run `make docs`"
+    assert filled("<!-- models -->\n<!-- /models -->") == filled(
+        "<!-- models -->\nold\n<!-- /models -->"
+    )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

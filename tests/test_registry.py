@@ -80,12 +80,29 @@ def test_embedding_and_heads_follow_their_configuration() -> None:
         (lambda: create_model("resnet50", block="bottleneck-c"), "no block is named"),
         (lambda: create_model("resnet50", gates="some"), "gates are inner or all"),
         (lambda: create_model("vgg16", gates="some"), "gates of a VGG"),
-        (lambda: create_model("vgg16", classes=0), "at least one class"),
+        (lambda: create_model("vgg16", classes=0), "from 1 to"),
     ],
 )
 def test_mistakes_are_named(call, message) -> None:
     with torch.device("meta"), pytest.raises(UserError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"wide": 0}, {"wide": -2}, {"wide": float("nan")}, {"widths": [-1] * 9}, {"wide": 1e30}],
+    ids=str,
+)
+def test_widths_out_of_range_are_refused(options: dict) -> None:
+    with torch.device("meta"), pytest.raises(UserError, match="out of range"):
+        create_model("resnet20", **options)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_width_of_zero_is_kept() -> None:
+    backbone = create_model("resnet20", widths=[0] * 9, gates=None).backbone
+    assert backbone.gate_widths == (0,) * 9
+    assert backbone(torch.randn(1, 3, 8, 8)).shape == (1, 100)
 
 
 def test_registering_a_model(monkeypatch) -> None:

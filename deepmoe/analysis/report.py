@@ -37,7 +37,11 @@ class Contender:
 
 
 def write_report(
-    path: str | Path, contenders: Sequence[Contender], record: GateRecord, config: RunConfig
+    path: str | Path,
+    contenders: Sequence[Contender],
+    record: GateRecord,
+    config: RunConfig,
+    evaluated_on: str,
 ) -> None:
     """Writes the page: table, loss curves, gate heat map, histogram of MACs, configuration."""
     template = resources.files("deepmoe").joinpath("analysis", "report.html.j2").read_text("utf-8")
@@ -49,7 +53,7 @@ def write_report(
         header=TABLE_HEADER,
         rows=[contender.row for contender in contenders],
         images=len(record.labels),
-        evaluated_on=contenders[0].metrics[-1]["evaluated_on"],
+        evaluated_on=evaluated_on,
         curves=as_data_uri(loss_curves({c.name: c.metrics for c in contenders})),
         heatmap=as_data_uri(gate_heatmap(record)),
         histogram=as_data_uri(macs_histogram(record)),

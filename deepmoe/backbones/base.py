@@ -48,6 +48,8 @@ class Backbone(nn.Module, ABC):
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")
             small = self.resized([int(mask.sum()) for mask in masks])
         small.load_state_dict(self._narrowed_state(masks), assign=True)
+        for parameter, original in zip(small.parameters(), self.parameters(), strict=True):
+            parameter.requires_grad_(original.requires_grad)
         return small.train(self.training)
 
     def _narrowed_state(self, masks: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -63,7 +65,13 @@ class Backbone(nn.Module, ABC):
                 narrowed[name] = tensor.clone()
         return narrowed
 
-    def _check_gates(self, gates: Sequence[Tensor] | None) -> None:
+    @property
+    def classes(self) -> int:
+        """Number of classes that the logits tell apart."""
+        return self.layers(*_ANY_SIZE)[-1].out_channels
+
+    def check_gates(self, gates: Sequence[Tensor] | None) -> None:
+        """Refuses gates that don't fit this network."""
         if gates is not None and [g.shape[1] for g in gates] != list(self.gate_widths):
             raise UserError(
                 f"expected gates of widths {list(self.gate_widths)}, "
@@ -71,12 +79,19 @@ class Backbone(nn.Module, ABC):
             )
 
 
+MOST_WIDE = 1000
+MOST_CHANNELS = 1_000_000
 _ANY_SIZE = (512, 512)  # where only the connections of the layers matter, not their cost
 
 
 def scaled_width(width: int, wide: float) -> int:
-    """A width times the widening factor, at least 1."""
-    return max(1, round(width * wide))
+    """A width times the widening factor, at least 1 unless it was 0."""
+    if not 0 < wide <= MOST_WIDE or not 0 <= width <= MOST_CHANNELS:
+        raise UserError(
+            f"width {width} times {wide} is out of range: widths lie from 0 to {MOST_CHANNELS:,}, "
+            f"and the factor above 0 and at most at {MOST_WIDE:,}"
+        )
+    return max(1, round(width * wide)) if width else 0
 
 
 def initialise_convs(network: nn.Module) -> None:

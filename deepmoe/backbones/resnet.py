@@ -197,7 +197,7 @@ class ResNet(Backbone):
 
     def features(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
         """The residual stream after the last block."""
-        self._check_gates(gates)
+        self.check_gates(gates)
         x = self.stem(x_BCHW)
         if self.spec.stem == "imagenet":
             x = F.max_pool2d(x, 3, stride=2, padding=1)

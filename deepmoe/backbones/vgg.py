@@ -65,7 +65,7 @@ class VGG(Backbone):
         initialise_convs(self)
 
     def forward(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
-        self._check_gates(gates)
+        self.check_gates(gates)
         x = x_BCHW
         for i, conv in enumerate(self.convs):
             slot = self._gate_after(i)

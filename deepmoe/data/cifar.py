@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +66,9 @@ LAYOUTS = {
         ),
     ),
 }
+# Images a file, by the number of training files and whether the file is one of them.
+OFFICIAL_COUNTS = {(5, True): 10_000, (5, False): 10_000, (1, True): 50_000, (1, False): 10_000}
+SMALL_ARCHIVE = 1_000
 CLASSES = {"cifar10": 10, "cifar100": 100}
 
 
@@ -108,9 +112,20 @@ def _read_files(paths: list[Path], layout: Layout, classes: int) -> Split:
             raise UserError(
                 f"{path} has labels from {labels.min()} to {labels.max()}, not 0 to {classes - 1}"
             )
+    _check_counts(paths, [len(labels) for _, labels in parts], layout)
     images = np.concatenate([images for images, _ in parts]).reshape(-1, 3, 32, 32)
     labels = np.concatenate([labels for _, labels in parts])
     return Split(torch.from_numpy(images), torch.from_numpy(labels))
+
+
+def _check_counts(paths: list[Path], counts: list[int], layout: Layout) -> None:
+    """Finds files that were cut between two images, which nothing inside of them can tell."""
+    whole = OFFICIAL_COUNTS[len(layout.train), paths[0].name in layout.train]
+    for path, count in zip(paths, counts, strict=True):
+        # Small made-up archives are welcome; what is larger than they ever are must be complete.
+        expected = whole if max(counts) > SMALL_ARCHIVE else max(counts)
+        if count != expected:
+            raise UserError(f"{path} is truncated: it has {count} images instead of {expected}")
 
 
 def _read_records(path: Path, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
@@ -133,7 +148,7 @@ def _read_batch(path: Path, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(f"{path} is not a CIFAR file: it has no uint8 array named data")
     if images.ndim != 2 or images.shape[1] != PIXELS or not len(images):
         raise UserError(f"{path} has data of shape {images.shape}, not (images, {PIXELS})")
-    numbers = np.asarray(labels)
+    numbers = np.asarray(labels, dtype=object if _ragged(labels) else None)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise UserError(f"{path} is not a CIFAR file: it has no numbers named {layout.labels_key}")
     if len(numbers) != len(images):
@@ -144,12 +159,20 @@ def _read_batch(path: Path, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
 def _read_names(path: Path, layout: Layout, classes: int) -> tuple[str, ...]:
     if layout.binary:
         lines = _read_bytes(path).decode("utf-8", errors="replace").splitlines()
-        names = [line.strip() for line in lines if line.strip()]
+        names: Any = [line.strip() for line in lines if line.strip()]
     else:
-        names = load_plain_pickle(path, _read_bytes(path)).get(layout.names_key) or []
+        names = load_plain_pickle(path, _read_bytes(path)).get(layout.names_key)
+    if not isinstance(names, list) or not all(isinstance(n, str | bytes) for n in names):
+        raise UserError(f"{path} is not a CIFAR file: it has no list of class names")
     if len(names) != classes:
         raise UserError(f"{path} names {len(names)} classes, not {classes}")
-    return tuple(n.decode("utf-8") if isinstance(n, bytes) else str(n) for n in names)
+    return tuple(n.decode("utf-8", "replace") if isinstance(n, bytes) else n for n in names)
+
+
+def _ragged(labels: object) -> bool:
+    return not isinstance(labels, np.ndarray) and not (
+        isinstance(labels, list) and all(isinstance(label, int) for label in labels)
+    )
 
 
 def _read_bytes(path: Path) -> bytes:

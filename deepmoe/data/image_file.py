@@ -18,6 +18,7 @@ def read_image(path: str | Path, size: tuple[int, int]) -> Tensor:
             resized = image.convert("RGB").resize((size[1], size[0]), Image.Resampling.BILINEAR)
     except UnidentifiedImageError as error:
         raise UserError(f"{path} is not an image") from error
-    except OSError as error:
-        raise UserError(f"cannot read image {path}: {error.strerror or error}") from error
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read image {path}: {reason}") from error
     return torch.from_numpy(np.asarray(resized).copy()).permute(2, 0, 1)

@@ -1,10 +1,13 @@
 """What a trained model must know of its data."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from deepmoe.errors import UserError
 
 Task = Literal["classification", "segmentation"]
 
@@ -18,6 +21,13 @@ class DataInfo:
     mean: tuple[float, ...]  # of each colour, in 0..1, over the training images
     std: tuple[float, ...]
     task: Task = "classification"
+
+    def __post_init__(self) -> None:
+        colours = (*self.mean, *self.std)
+        if len(self.mean) != 3 or len(self.std) != 3 or not all(map(math.isfinite, colours)):
+            raise UserError("mean and std hold three finite numbers each")
+        if min(self.std) <= 0 or min(self.size) < 1 or not self.class_names:
+            raise UserError("std and size are above 0, and there is at least one class")
 
     @property
     def classes(self) -> int:

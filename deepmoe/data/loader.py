@@ -31,6 +31,9 @@ class Shard:
         return slice(self.rank * size, (self.rank + 1) * size)
 
 
+WHOLE = Shard()
+
+
 class BatchLoader:
     """Cuts a split that lies in memory into normalised batches (images, labels).
 
@@ -57,7 +60,7 @@ class BatchLoader:
         augment: DataConfig | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        shard: Shard = Shard(),
+        shard: Shard = WHOLE,
     ) -> None:
         self.split = split.to(device)
         self.info = info
@@ -71,6 +74,11 @@ class BatchLoader:
     def batches_per_epoch(self) -> int:
         """Length of a training epoch."""
         return len(self.split) // self.batch_size
+
+    @property
+    def skipped(self) -> int:
+        """Images in memory are never skipped."""
+        return 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         mine = slice(self.shard.rank, None, self.shard.count)

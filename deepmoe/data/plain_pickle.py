@@ -3,6 +3,7 @@
 import io
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,11 @@ def _text(key: Any) -> Any:
     return key.decode("latin1") if isinstance(key, bytes) else key
 
 
+_ARRAY_CLASS = object()  # stands for numpy.ndarray, which could otherwise be called
+
+
 def _reconstruct(kind: Any, shape: Any, _typecode: Any) -> np.ndarray:
-    if kind is not np.ndarray or shape != (0,):
+    if kind is not _ARRAY_CLASS or shape != (0,):
         raise UserError("the pickle builds an array of an unusual kind")
     return np.empty(0, dtype=np.uint8)
 
@@ -68,7 +72,7 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy.core.numeric", "_frombuffer"): _from_buffer,
     ("numpy._core.numeric", "_frombuffer"): _from_buffer,
-    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "ndarray"): _ARRAY_CLASS,
     ("numpy", "dtype"): _dtype,
     ("_codecs", "encode"): _encode,
 }
@@ -77,8 +81,10 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return _ADMITTED[module, name]
+            admitted = _ADMITTED[module, name]
         except KeyError:
             raise UserError(
                 f"the pickle asks for {module}.{name}, which no CIFAR file needs"
             ) from None
+        # A fresh object each time: a pickle may set attributes of what it is given.
+        return partial(admitted) if callable(admitted) else admitted

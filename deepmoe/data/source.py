@@ -11,7 +11,7 @@ from deepmoe.config import DataConfig
 from deepmoe.data.cifar import read_cifar
 from deepmoe.data.digits import DIGITS_SIZE, read_digits
 from deepmoe.data.info import DataInfo
-from deepmoe.data.loader import BatchLoader, Shard
+from deepmoe.data.loader import WHOLE, BatchLoader, Shard
 from deepmoe.data.split import Split
 from deepmoe.errors import UserError
 
@@ -25,6 +25,10 @@ class Loader(Protocol):
     @property
     def batches_per_epoch(self) -> int:
         """Length of a training epoch."""
+
+    @property
+    def skipped(self) -> int:
+        """How many files could not be read so far."""
 
     def __iter__(self) -> Iterator[Batch]:
         """Every image once, in order, not augmented."""
@@ -49,7 +53,8 @@ def open_data(
     batch_size: int,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    shard: Shard = Shard(),
+    shard: Shard = WHOLE,
+    info: DataInfo | None = None,
 ) -> DataSource:
     """Opens the data set that a configuration names.
 
@@ -59,17 +64,23 @@ def open_data(
         seed: of shuffling and augmentation.
         device: where batches are made.
         shard: which part of every batch this process gets.
+        info: of a trained model: its normalisation is used, and its classes must be the data's.
 
     Raises:
         UserError: where the data is missing, damaged or not what it should be.
     """
     if config.name == "digits":
-        train, test, names = read_digits(config.size or DIGITS_SIZE)
+        train, test, names = read_digits(DIGITS_SIZE if config.size is None else config.size)
     else:
         if config.size not in (None, 32):
             raise UserError(f"{config.name} has images of 32 px; data.size can't be {config.size}")
         train, test, names = read_cifar(config.root, config.name)
-    info = _measure(train, names)
+    if info is None:
+        info = _measure(train, names)
+    elif len(names) != info.classes:
+        raise UserError(
+            f"the model knows {info.classes} classes, but the data ({config.name}) has {len(names)}"
+        )
     evaluation, evaluation_name = test, "test"
     if config.holdout:
         # So that recipes can be chosen without looking at the test set.

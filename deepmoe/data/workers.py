@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from deepmoe.data.loader import Shard, derive_seed
+from deepmoe.data.loader import WHOLE, Shard, derive_seed
 from deepmoe.errors import UserError
 
 LOG = logging.getLogger("deepmoe")
@@ -65,7 +65,7 @@ class WorkerLoader:
         *,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        shard: Shard = Shard(),
+        shard: Shard = WHOLE,
         workers: int = 4,
         unreadable_limit: float = 0.01,
         evaluation_batch: int = 64,

@@ -24,16 +24,21 @@ class GateHeads(nn.Module):
         dim: number of mixture weights.
         widths: channels of each gated convolution.
         init: `ones`, `uniform(a, b)` or `normal(m, s)`.
+        revive: share of its gradient that a closed gate still gets, so that it can open again;
+            0 is plain ReLU.
     """
 
-    def __init__(self, dim: int, widths: Sequence[int], *, init: str = "ones") -> None:
+    def __init__(
+        self, dim: int, widths: Sequence[int], *, init: str = "ones", revive: float = 0.0
+    ) -> None:
         super().__init__()
         self.widths = list(widths)
+        self.revive = revive
         self.weight = nn.Parameter(torch.empty(sum(widths), dim))
         initialise(self.weight, init)
 
     def forward(self, e_BD: Tensor) -> Gates:
-        return F.relu(_project(e_BD, self.weight)).split(self.widths, dim=1)
+        return _relu(_project(e_BD, self.weight), self.revive).split(self.widths, dim=1)
 
 
 class NoisyTopKHeads(nn.Module):
@@ -79,6 +84,12 @@ def _project(e_BD: Tensor, weight_CD: Tensor) -> Tensor:
     casts = torch.amp.is_autocast_available(device)  # not for shapes alone, on the meta device
     with torch.autocast(device, enabled=False) if casts else nullcontext():
         return F.linear(e_BD.to(weight_CD.dtype), weight_CD)
+
+
+def _relu(h: Tensor, revive: float) -> Tensor:
+    if not revive:
+        return F.relu(h)
+    return torch.where(h > 0, h, revive * (h - h.detach()))  # zero, but with a gradient
 
 
 def _softmax_of_top(h_BC: Tensor, k: int) -> Tensor:

@@ -1,25 +1,29 @@
 """Checkpoints: one safetensors file with weights, optimiser state, configuration and progress."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from deepmoe.config import RunConfig, config_from_dict, config_to_dict
-from deepmoe.data.dataset import ImageInfo
+from deepmoe.config import RunConfig, config_to_dict, structured
+from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
+from deepmoe.training.state import TrainState
 
 FORMAT = "deepmoe"
 FORMAT_VERSION = 1
+LAST_NAME = "last.safetensors"
+BEST_NAME = "best.safetensors"
 
 
 @dataclass(frozen=True)
@@ -28,8 +32,8 @@ class Checkpoint:
 
     model: DeepMoE
     config: RunConfig
-    info: ImageInfo
-    epoch: int  # finished epochs, over both stages
+    info: DataInfo
+    state: TrainState
     optimizer_state: dict[str, dict[str, Tensor]]  # by parameter name
 
 
@@ -37,9 +41,9 @@ def save_checkpoint(
     path: str | Path,
     model: DeepMoE,
     config: RunConfig,
-    info: ImageInfo,
+    info: DataInfo,
+    state: TrainState,
     *,
-    epoch: int,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     """Writes a checkpoint; whoever kills the process finds either the old file or the new one."""
@@ -54,7 +58,7 @@ def save_checkpoint(
         "format_version": str(FORMAT_VERSION),
         "config": json.dumps(config_to_dict(config)),
         "data": json.dumps(dataclasses.asdict(info)),
-        "epoch": str(epoch),
+        "state": json.dumps(dataclasses.asdict(state)),
     }
     content = save({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, header)
     write_atomically(Path(path), content)
@@ -62,13 +66,63 @@ def save_checkpoint(
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replaces a file in one step, after the new content has reached the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.tmp")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        kept = "; the file before it is whole" if path.exists() else ""
+        raise UserError(f"cannot write {path}: {error.strerror}{kept}") from error
+
+
+class CheckpointStore:
+    """The checkpoints of a run's folder: the last, the newest few of finished epochs, the best.
+
+    Args:
+        folder: of the run.
+        keep: how many of the finished epochs to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.last = folder / LAST_NAME
+        self.best = folder / BEST_NAME
+
+    def keep_epoch(self, epoch: int, *, is_best: bool) -> None:
+        """Gives the last checkpoint the name of its epoch, drops old ones, notes the best."""
+        if is_best:
+            _link(self.last, self.best)
+        if self.keep:
+            _link(self.last, self.folder / f"epoch-{epoch:04d}.safetensors")
+        for old in self.epochs()[: -self.keep or None]:
+            old.unlink()
+
+    def epochs(self) -> list[Path]:
+        """Checkpoints of finished epochs, oldest first."""
+        return sorted(self.folder.glob("epoch-*.safetensors"))
+
+    def clear(self) -> None:
+        """Removes all checkpoints."""
+        for path in [self.last, self.best, *self.epochs()]:
+            path.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Makes a second name for a file that is never changed in place; a copy where that fails."""
+    draft = target.with_name(f"{target.name}.tmp")
+    draft.unlink(missing_ok=True)
+    try:
+        os.link(source, draft)
+    except OSError:
+        shutil.copyfile(source, draft)
+    draft.replace(target)
 
 
 def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Checkpoint:
@@ -78,21 +132,18 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
         UserError: where the file is missing, damaged, not ours, or from a later format.
     """
     header, tensors = _read(Path(path))
-    config, info, epoch = _parse_header(path, header)
+    config, info, state = _parse_header(path, header)
     with torch.device("meta"):
         model = model_from_config(config, info.classes)
     weights = _with_prefix(tensors, "model.")
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise UserError(
-            f"checkpoint {path} does not fit its own model {config.model.name}"
-        ) from error
     optimizer_state: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in _with_prefix(tensors, "optimizer.").items():
         key, _, name = full_name.partition(".")
         optimizer_state.setdefault(name, {})[key] = tensor
-    return Checkpoint(model.to(device).eval(), config, info, epoch, optimizer_state)
+    if not _fits(model, weights, optimizer_state):
+        raise UserError(f"checkpoint {path} does not fit its own model {config.model.name}")
+    model.load_state_dict(weights, assign=True)
+    return Checkpoint(model.to(device).eval(), config, info, state, optimizer_state)
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -106,7 +157,9 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise UserError(f"checkpoint {path} is damaged, or not a safetensors file") from error
 
 
-def _parse_header(path: str | Path, header: dict[str, str]) -> tuple[RunConfig, ImageInfo, int]:
+def _parse_header(
+    path: str | Path, header: dict[str, str]
+) -> tuple[RunConfig, DataInfo, TrainState]:
     if header.get("format") != FORMAT:
         raise UserError(f"{path} is a safetensors file, but not a deepmoe checkpoint")
     version = header.get("format_version", "")
@@ -116,12 +169,28 @@ def _parse_header(path: str | Path, header: dict[str, str]) -> tuple[RunConfig, 
             f"this deepmoe reads version {FORMAT_VERSION}"
         )
     try:
-        config = config_from_dict(json.loads(header["config"]))
-        data: dict[str, Any] = json.loads(header["data"])
-        info = ImageInfo(**{key: tuple(value) for key, value in data.items()})
-        return config, info, int(header["epoch"])
-    except (KeyError, TypeError, ValueError) as error:
+        config = structured(json.loads(header["config"]), RunConfig)
+        info = structured(json.loads(header["data"]), DataInfo)
+        state = structured(json.loads(header["state"]), TrainState)
+        if not 0 <= state.epoch <= config.train.total_epochs:
+            raise UserError(f"{state.epoch} finished epochs of {config.train.total_epochs}")
+        return config, info, state
+    except (KeyError, ValueError, RecursionError) as error:
         raise UserError(f"checkpoint {path} has a damaged header: {error}") from error
+
+
+def _fits(
+    model: DeepMoE, weights: dict[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]]
+) -> bool:
+    def kinds(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+
+    parameters = kinds(dict(model.named_parameters()))
+    return kinds(weights) == kinds(model.state_dict()) and all(
+        (value.shape, value.dtype) == parameters.get(name)
+        for name, values in optimizer_state.items()
+        for value in values.values()
+    )
 
 
 def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,19 +1,18 @@
 """Evaluation: accuracy and cost of a model, and a record of its gates."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from deepmoe.costs import active_share, count_costs, count_macs
-from deepmoe.model import DeepMoE
+from deepmoe.model import DeepMoE, evaluation_mode
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 
@@ -41,26 +40,27 @@ class EvalResult:
 
 
 @torch.inference_mode()
-def evaluate(model: DeepMoE, batches: Batches, forward: nn.Module | None = None) -> EvalResult:
+def evaluate(model: DeepMoE, batches: Batches) -> EvalResult:
     """Runs a model over (images, labels) batches.
 
     Args:
         model: the model; it is put into evaluation mode and back.
         batches: such as a `BatchLoader`; images must be normalised as in training.
-        forward: the model as wrapped for precision or several devices, if it is.
     """
     device = next(model.parameters()).device
-    classes = model_classes(model)
+    classes = model.backbone.classes
     accuracy = MulticlassAccuracy(classes, average="micro").to(device)
     embedding_accuracy = MulticlassAccuracy(classes, average="micro").to(device)
-    # Sums of MACs don't fit into single precision.
-    loss, macs, active = (MeanMetric().set_dtype(torch.float64).to(device) for _ in range(3))
+    # Sums of MACs don't fit into single precision; a NaN must not be hidden.
+    loss, macs, active = (
+        MeanMetric("disable").to(device).set_dtype(torch.float64) for _ in range(3)
+    )
     images, size = 0, (0, 0)
     with evaluation_mode(model):
         for x_BCHW, labels in batches:
             x_BCHW, labels = x_BCHW.to(device), labels.to(device)
             size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
-            output = (forward or model)(x_BCHW)
+            output = model(x_BCHW)
             accuracy.update(output.logits, labels)
             loss.update(F.cross_entropy(output.logits.double(), labels), len(labels))
             images += len(labels)
@@ -120,21 +120,3 @@ def collect_gates(model: DeepMoE, batches: Batches, class_names: tuple[str, ...]
         class_names=class_names,
         dense_macs=count_costs(model, size).macs,
     )
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, each module's own mode again afterwards."""
-    modes: dict[Any, bool] = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-def model_classes(model: DeepMoE) -> int:
-    """Number of classes, from the shape of the classifier."""
-    *_, last = model.backbone.layers(256, 256)
-    return last.out_channels

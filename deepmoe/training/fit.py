@@ -1,28 +1,23 @@
-"""A training run: a joint stage, then a stage with embedding and gates frozen; resumable."""
+"""A training run from configuration to checkpoint; resumable."""
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
 
-from deepmoe.config import RunConfig, TrainConfig, config_to_dict, config_to_toml
+from deepmoe.config import RunConfig, config_to_dict, config_to_toml
 from deepmoe.costs import count_costs
-from deepmoe.data import BatchLoader, ImageData, load_data
+from deepmoe.data import DataSource, open_data
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
-from deepmoe.training.checkpoint import load_checkpoint, save_checkpoint, write_atomically
-from deepmoe.training.epoch import make_optimizer, set_stage, train_epoch
-from deepmoe.training.evaluate import EvalResult, evaluate
-from deepmoe.training.log import RunLog
-from deepmoe.training.schedules import learning_rate, stages
-
-CHECKPOINT_NAME = "last.safetensors"
-METRICS_NAME = "metrics.jsonl"
-EVALUATION_BATCH = 500
+from deepmoe.training.checkpoint import CheckpointStore, load_checkpoint, write_atomically
+from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
+from deepmoe.training.evaluate import EvalResult
+from deepmoe.training.log import METRICS_NAME, RunLog
+from deepmoe.training.state import TrainState
+from deepmoe.training.trainer import Trainer, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class FitResult:
 
     model: DeepMoE
     evaluation: EvalResult
-    data: ImageData
+    data: DataSource
     checkpoint: Path
     metrics: Path
 
@@ -42,107 +37,73 @@ def fit(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    devices: int = 1,
+    nodes: int = 1,
     quiet: bool = False,
 ) -> FitResult:
-    """Trains a model as configured, and leaves checkpoint and metrics in a folder.
+    """Trains a model as configured, and leaves checkpoints and metrics in a folder.
 
     Args:
         config: everything the run depends on.
         out: folder of the run.
-        resume: go on from the folder's checkpoint; start anew where there is none yet.
+        resume: go on from the folder's last checkpoint; start anew where there is none yet.
         overwrite: replace a run that is in the folder already.
+        devices: on each node.
+        nodes: launched by torchrun or SLURM.
         quiet: print nothing.
 
     Raises:
-        UserError: for a configuration or data that can't be used, or a folder in use.
+        UserError: for a configuration or data that can't be used, a folder in use, a full disk,
+            a loss that diverged, or a signal that asked the run to stop.
     """
     out = Path(out)
-    checkpoint_path, metrics_path = out / CHECKPOINT_NAME, out / METRICS_NAME
-    if not resume:
-        _claim([checkpoint_path, metrics_path], overwrite)
-    fabric = _make_fabric(config.train)
-    fabric.launch()
-    data = load_data(config.data)
-    train = BatchLoader(
-        data.train,
-        data.info,
-        config.train.batch_size,
-        augment=config.data,
-        seed=config.train.seed,
+    store = CheckpointStore(out, config.train.keep_checkpoints)
+    fabric = make_fabric(config.train, devices=devices, nodes=nodes)
+    train = config.train
+    if not resume and not overwrite and (store.last.exists() or (out / METRICS_NAME).exists()):
+        raise UserError(f"{out} holds a run already: resume it, overwrite it or choose another")
+    data = open_data(
+        config.data,
+        batch_size=train.batch_size,
+        seed=train.seed,
         device=fabric.device,
+        shard=shard_of(fabric),
     )
-    evaluation = BatchLoader(data.evaluation, data.info, EVALUATION_BATCH, device=fabric.device)
-    torch.manual_seed(config.train.seed)
+    if fabric.device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+    torch.manual_seed(train.seed)
     model = model_from_config(config, data.info.classes).to(fabric.device)
     count_costs(model, data.info.size)  # tells at once if the images are too small for the network
-    optimizer = make_optimizer(model, config.train)
-    done = _restore(checkpoint_path, config, model, optimizer) if checkpoint_path.exists() else 0
-
-    write_atomically(out / "config.toml", config_to_toml(config).encode())
-    log = RunLog(metrics_path, finished=done, title=_title(config), quiet=quiet)
-    total = config.train.epochs + config.train.finetune_epochs
-    result = None
-    for stage in stages(config.train):
-        if done >= stage.end:
-            continue
-        set_stage(model, stage)
-        wrapped, wrapped_optimizer = fabric.setup(model, optimizer)
-        for epoch in range(max(done, stage.start), stage.end):
-            start = time.perf_counter()
-            count = train.batches_per_epoch
-            with log.progress(train.epoch(epoch), count, f"epoch {epoch + 1}") as batches:
-                losses = train_epoch(
-                    fabric,
-                    wrapped,
-                    wrapped_optimizer,
-                    batches,
-                    batch_count=count,
-                    config=config,
-                    stage=stage,
-                    epoch=epoch,
-                )
-            result = evaluate(model, evaluation, forward=wrapped)
-            metrics = {
-                "epoch": epoch + 1,
-                "stage": stage.name,
-                "lr": learning_rate(config.train, epoch),
-                **losses,
-                **_reported(result, data.evaluation_name),
-                "seconds": round(time.perf_counter() - start, 3),
-            }
-            log.write(metrics, total)
-            save_checkpoint(
-                checkpoint_path, model, config, data.info, epoch=epoch + 1, optimizer=optimizer
-            )
-    result = result or evaluate(model, evaluation)
-    return FitResult(model.eval(), result, data, checkpoint_path, metrics_path)
-
-
-def _claim(files: list[Path], overwrite: bool) -> None:
-    taken = [file for file in files if file.exists()]
-    if taken and not overwrite:
-        raise UserError(
-            f"{taken[0].parent} holds a run already: resume it, overwrite it or choose another"
+    if fabric.device.type == "cuda":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = make_optimizer(model, train)
+    state = TrainState()
+    if resume and store.last.exists():
+        state = _restore(store.last, config, model, optimizer)
+    if train.sync_bn:
+        synchronise_bn(model, fabric)
+    log = None
+    fabric.barrier()  # every process has looked before one changes anything
+    if fabric.is_global_zero:
+        if not resume:
+            store.clear()
+            (out / METRICS_NAME).unlink(missing_ok=True)
+        write_atomically(out / "config.toml", config_to_toml(config).encode())
+        log = RunLog(
+            out,
+            finished=state.epoch,
+            title=_title(config),
+            quiet=quiet,
+            tensorboard=train.tensorboard,
         )
-    for file in taken:
-        file.unlink()
-
-
-def _make_fabric(train: TrainConfig) -> Fabric:
-    device, precision = train.device, train.precision
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device is cuda, but this machine has no usable CUDA device")
-    if precision == "auto":
-        precision = "bf16-mixed" if device == "cuda" else "32-true"
-    return Fabric(accelerator=device, devices=1, precision=precision)
+    result = Trainer(config, fabric, model, optimizer, data, store, log, state).run()
+    return FitResult(model, result, data, store.last, out / METRICS_NAME)
 
 
 def _restore(
     path: Path, config: RunConfig, model: DeepMoE, optimizer: torch.optim.Optimizer
-) -> int:
-    """Loads a checkpoint into model and optimiser; returns the epochs it has behind it."""
+) -> TrainState:
+    """Loads a checkpoint into model and optimiser; returns how far it is."""
     checkpoint = load_checkpoint(path)
     changed = _changed_keys(checkpoint.config, config)
     if changed:
@@ -150,26 +111,34 @@ def _restore(
     model.load_state_dict(checkpoint.model.state_dict())
     for name, parameter in model.named_parameters():
         for key, value in checkpoint.optimizer_state.get(name, {}).items():
-            optimizer.state[parameter][key] = value.to(parameter.device)
-    return checkpoint.epoch
+            # In the parameter's memory format, as the optimiser itself would have made it.
+            optimizer.state[parameter][key] = torch.empty_like(parameter).copy_(value)
+    return checkpoint.state
+
+
+# What may differ between the parts of one run: where and how it runs, not what it computes.
+_FREE_KEYS = {
+    "data.root",
+    "data.workers",
+    "train.device",
+    "train.compile",
+    "train.checkpoint_epochs",
+    "train.checkpoint_minutes",
+    "train.keep_checkpoints",
+    "train.tensorboard",
+    "train.loss_limit",
+}
 
 
 def _changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
     before, after = _flat(old), _flat(new)
-    elsewhere = {"data.root", "train.device"}  # a run may move to another place
     keys = {**before, **after}
-    return [k for k in keys if before.get(k) != after.get(k) and k not in elsewhere]
+    return [k for k in keys if before.get(k) != after.get(k) and k not in _FREE_KEYS]
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
     tables = config_to_dict(config)
     return {f"{t}.{key}": value for t, table in tables.items() for key, value in table.items()}
-
-
-def _reported(result: EvalResult, evaluated_on: str) -> dict[str, Any]:
-    values = result.as_dict()
-    values["evaluation_loss"] = values.pop("loss")
-    return {**values, "evaluated_on": evaluated_on}
 
 
 def _title(config: RunConfig) -> str:

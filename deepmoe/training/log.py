@@ -1,64 +1,120 @@
-"""The log of a run: metrics.jsonl for programs, a progress bar or plain lines for people."""
+"""The log of a run: JSONL and TensorBoard for programs, a progress bar or lines for people."""
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from deepmoe.errors import UserError
 from deepmoe.training.checkpoint import write_atomically
+
+METRICS_NAME = "metrics.jsonl"
 
 
 class RunLog:
     """Appends one JSON object an epoch to `metrics.jsonl`, and tells the person watching.
 
     Args:
-        path: the JSONL file.
+        folder: of the run.
         finished: epochs that the run has finished already; later lines, which a killed run may
             have left behind, are dropped.
         title: stands before every line for people.
-        quiet: write the file only.
+        quiet: write files only.
+        tensorboard: also write TensorBoard's event files.
     """
 
-    def __init__(self, path: Path, *, finished: int = 0, title: str = "", quiet: bool = False):
-        self.path = path
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        finished: int = 0,
+        title: str = "",
+        quiet: bool = False,
+        tensorboard: bool = False,
+    ) -> None:
+        self.path = folder / METRICS_NAME
         self.title = title
         self.quiet = quiet
         self.console = Console(soft_wrap=True)
-        kept = [line for line in read_metrics(path) if line["epoch"] <= finished]
-        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        self.writer = _make_writer(folder / "tensorboard", finished) if tensorboard else None
+        self._bar: tuple[Progress, TaskID] | None = None
+        kept = [line for line in read_metrics(self.path) if line["epoch"] <= finished]
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def write(self, metrics: dict[str, Any], total_epochs: int) -> None:
         """Logs a finished epoch."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
+        if self.writer is not None:
+            for key, value in metrics.items():
+                if isinstance(value, int | float):
+                    self.writer.add_scalar(key, value, metrics["epoch"])
+            self.writer.flush()
         if not self.quiet:
             self.console.print(_sentence(self.title, metrics, total_epochs), highlight=False)
 
+    @property
+    def watched(self) -> bool:
+        """Whether somebody sees a progress bar: its figures cost a wait for the device."""
+        return self._bar is not None
+
     @contextmanager
-    def progress(self, batches: Iterable[Any], count: int, label: str) -> Iterator[Iterable[Any]]:
-        """Shows a progress bar while batches are used, where a terminal is watching."""
+    def progress(self, done: int, total: int) -> Iterator[None]:
+        """Shows a progress bar over all batches of a run, where a terminal is watching."""
         if self.quiet or not self.console.is_terminal:
-            yield batches
+            yield
             return
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn(self.title),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
             TimeRemainingColumn(),
         )
-        with Progress(*columns, console=self.console, transient=True) as progress:
-            yield progress.track(batches, total=count, description=f"{self.title} {label}")
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            self._bar = (bar, bar.add_task("", total=total, completed=done))
+            try:
+                yield
+            finally:
+                self._bar = None
+
+    def advance(self, done: int, figures: dict[str, float] | None = None) -> None:
+        """Moves the progress bar, with figures of the epoch so far."""
+        if self._bar is None:
+            return
+        bar, task = self._bar
+        bar.update(task, completed=done)
+        if figures is not None:
+            text = f"loss {figures['loss']:.3f}, accuracy {figures['train_accuracy']:.1%}"
+            if "macs_share" in figures:
+                text += f", MACs {figures['macs_share']:.1%}"
+            bar.update(task, description=text)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Reads metrics.jsonl; a last line cut short by a kill is left out."""
+    """Reads metrics.jsonl; lines that a kill or a power cut left damaged are left out."""
     path = Path(path)
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    found = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            metrics = json.loads(line)
+            if isinstance(metrics, dict) and isinstance(metrics.get("epoch"), int):
+                found.append(metrics)
+    return found
+
+
+def _make_writer(folder: Path, finished: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            "train.tensorboard needs the package tensorboard to be installed"
+        ) from error
+    return SummaryWriter(str(folder), purge_step=finished + 1)
 
 
 def _sentence(title: str, metrics: dict[str, Any], total_epochs: int) -> str:
@@ -66,6 +122,8 @@ def _sentence(title: str, metrics: dict[str, Any], total_epochs: int) -> str:
         f"{title} epoch {metrics['epoch']}/{total_epochs} ({metrics['stage']}): "
         f"loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.2%}"
     )
-    if metrics["embedding_accuracy"] is not None:
+    if metrics["active"] < 1 or metrics["embedding_accuracy"] is not None:
         text += f", MACs {metrics['macs_share']:.1%}, active {metrics['active']:.1%}"
+    if metrics.get("skipped_images"):
+        text += f", {metrics['skipped_images']} images skipped"
     return text + f", {metrics['seconds']:.1f} s"

@@ -19,10 +19,9 @@ class Stage:
 
 def stages(train: TrainConfig) -> list[Stage]:
     """Joint training, then fine-tuning of the base network alone."""
-    total = train.epochs + train.finetune_epochs
     return [
         Stage("joint", 0, train.epochs, frozen=False),
-        Stage("finetune", train.epochs, total, frozen=True),
+        Stage("finetune", train.epochs, train.total_epochs, frozen=True),
     ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepmoe.config import DataConfig
-from deepmoe.data import load_data
+from deepmoe.data import open_data, plain_pickle
 from deepmoe.data.cifar import read_cifar
 from deepmoe.data.plain_pickle import load_plain_pickle
 from deepmoe.errors import UserError
@@ -66,7 +66,29 @@ def test_truncated_files_are_named(write, cut: int, tmp_path) -> None:
     folder = write(tmp_path, "cifar10")
     path = next(p for p in sorted(folder.iterdir()) if p.name.startswith("data_batch_3"))
     path.write_bytes(path.read_bytes()[:-cut])
-    with pytest.raises(UserError, match="data_batch_3.* is truncated or not a CIFAR file"):
+    with pytest.raises(UserError, match=r"data_batch_3.* is truncated or not a CIFAR file"):
+        read_cifar(tmp_path, "cifar10")
+
+
+def test_files_cut_between_two_images_are_named(tmp_path) -> None:
+    path = write_binary(tmp_path, "cifar10") / "data_batch_2.bin"
+    path.write_bytes(path.read_bytes()[: 10 * 3073])
+    with pytest.raises(
+        UserError, match=r"data_batch_2.bin is truncated: it has 10 images instead of 20"
+    ):
+        read_cifar(tmp_path, "cifar10")
+    path = write_binary(tmp_path, "cifar100", per_file=1001) / "train.bin"
+    with pytest.raises(
+        UserError, match=r"train.bin is truncated: it has 1001 images instead of 50000"
+    ):
+        read_cifar(tmp_path, "cifar100")
+
+
+@pytest.mark.parametrize("names", [5, "abcdefghij", {}, [["a"]] * 10, None])
+def test_odd_class_names_are_named(names: object, tmp_path) -> None:
+    folder = write_python(tmp_path, "cifar10")
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
+    with pytest.raises(UserError, match="no list of class names"):
         read_cifar(tmp_path, "cifar10")
 
 
@@ -88,6 +110,7 @@ def test_missing_folders_and_files_are_named(tmp_path) -> None:
         ({"labels": [0]}, "no uint8 array named data"),
         ({"data": np.zeros((1, 7), np.uint8), "labels": [0]}, "shape"),
         ({"data": np.zeros((1, PIXELS), np.uint8)}, "no numbers named labels"),
+        ({"data": np.zeros((1, PIXELS), np.uint8), "labels": [[1], [2, 3]]}, "no numbers named"),
         ({"data": np.zeros((1, PIXELS), np.uint8), "labels": [0, 1]}, "1 images but 2 labels"),
         ({"data": np.zeros((1, PIXELS), np.uint8), "labels": [10]}, "labels from 10 to 10"),
         ({"data": np.zeros((1, PIXELS), np.int64), "labels": [0]}, "no uint8 array named data"),
@@ -129,6 +152,15 @@ def test_pickles_that_call_anything_are_refused(attack: Evil, tmp_path) -> None:
     assert not target.exists()
 
 
+def test_a_pickle_cannot_change_the_reader() -> None:
+    # Sets attributes of whatever callable the pickle is given: c_codecs encode, state, BUILD.
+    attack = b"c_codecs\nencode\n}(S'__defaults__'\n(S'utf-8'\ntus}b."
+    before = plain_pickle._encode.__defaults__
+    with pytest.raises(UserError):
+        load_plain_pickle(Path("batch"), attack)
+    assert plain_pickle._encode.__defaults__ == before
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_give_a_dict_or_one_error(content: bytes) -> None:
@@ -141,31 +173,33 @@ def test_any_bytes_give_a_dict_or_one_error(content: bytes) -> None:
 
 def test_holdout_takes_training_images_evenly_and_leaves_the_test_set_alone(tmp_path) -> None:
     write_python(tmp_path, "cifar10")
-    whole = load_data(DataConfig(name="cifar10", root=str(tmp_path)))
-    assert (len(whole.train), len(whole.evaluation)) == (100, 20)
+    whole = open_data(DataConfig(name="cifar10", root=str(tmp_path)), batch_size=10)
+    assert (len(whole.train.split), len(whole.evaluation.split)) == (100, 20)
     assert whole.evaluation_name == "test"
-    held = load_data(DataConfig(name="cifar10", root=str(tmp_path), holdout=30))
-    assert (len(held.train), len(held.evaluation)) == (70, 30)
+    held = open_data(DataConfig(name="cifar10", root=str(tmp_path), holdout=30), batch_size=10)
+    assert (len(held.train.split), len(held.evaluation.split)) == (70, 30)
     assert held.evaluation_name == "holdout"
-    assert held.evaluation.labels.bincount().tolist() == [3] * 10
-    together = torch.cat([held.train.images, held.evaluation.images]).flatten(1)
-    originals = {bytes(row.numpy()) for row in whole.train.images.flatten(1)}
+    assert held.evaluation.split.labels.bincount().tolist() == [3] * 10
+    together = torch.cat([held.train.split.images, held.evaluation.split.images]).flatten(1)
+    originals = {bytes(row.numpy()) for row in whole.train.split.images.flatten(1)}
     assert {bytes(row.numpy()) for row in together} == originals
     with pytest.raises(UserError, match=r"data.holdout is 100"):
-        load_data(DataConfig(name="cifar10", root=str(tmp_path), holdout=100))
+        open_data(DataConfig(name="cifar10", root=str(tmp_path), holdout=100), batch_size=10)
     with pytest.raises(UserError, match="32 px"):
-        load_data(DataConfig(name="cifar10", root=str(tmp_path), size=16))
+        open_data(DataConfig(name="cifar10", root=str(tmp_path), size=16), batch_size=10)
 
 
-@pytest.mark.skipif(not (SHARED / "unpack_cifar.py").is_file(), reason="the real CIFAR-100 is absent")
+@pytest.mark.skipif(
+    not (SHARED / "unpack_cifar.py").is_file(), reason="the real CIFAR-100 is absent"
+)
 def test_the_real_cifar100(tmp_path) -> None:
     command = [sys.executable, SHARED / "unpack_cifar.py", SHARED / "cifar100", tmp_path]
     subprocess.run(command, check=True)
-    data = load_data(DataConfig(name="cifar100", root=str(tmp_path)))
-    assert (len(data.train), len(data.evaluation)) == (50000, 10000)
+    data = open_data(DataConfig(name="cifar100", root=str(tmp_path)), batch_size=10)
+    assert (len(data.train.split), len(data.evaluation.split)) == (50000, 10000)
     assert data.info.classes == 100
     assert data.info.class_names[30] == "dolphin"
-    assert data.train.labels.bincount().tolist() == [500] * 100
+    assert data.train.split.labels.bincount().tolist() == [500] * 100
     # the constants that are commonly published for this data set
     assert data.info.mean == pytest.approx((0.5071, 0.4865, 0.4409), abs=5e-5)
     assert data.info.std == pytest.approx((0.2673, 0.2564, 0.2762), abs=1e-4)

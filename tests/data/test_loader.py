@@ -3,12 +3,11 @@ import torch
 from torch import Tensor
 
 from deepmoe.config import DataConfig
-from deepmoe.data import BatchLoader, Split, load_data
+from deepmoe.data import BatchLoader, DataInfo, Shard, Split, open_data
 from deepmoe.data.augment import random_crop, random_mirror
-from deepmoe.data.dataset import ImageInfo
 from deepmoe.errors import UserError
 
-INFO = ImageInfo(("a", "b"), (6, 6), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+INFO = DataInfo(("a", "b"), (6, 6), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
 
 def split(count: int) -> Split:
@@ -41,6 +40,27 @@ def test_an_epoch_shuffles_by_seed_and_number_alone() -> None:
         assert labels_of(other) != labels_of(first)
 
 
+def test_an_epoch_can_be_entered_anywhere() -> None:
+    loader = BatchLoader(split(40), INFO, 8, augment=DataConfig(crop_padding=2), seed=1)
+    whole = list(loader.epoch(3))
+    for (x, y), (x_late, y_late) in zip(whole[2:], loader.epoch(3, start=2), strict=True):
+        assert torch.equal(x, x_late)
+        assert torch.equal(y, y_late)
+
+
+def test_shards_together_are_the_whole() -> None:
+    data, augment = split(40), DataConfig(crop_padding=2)
+    whole = BatchLoader(data, INFO, 8, augment=augment)
+    shards = [BatchLoader(data, INFO, 8, augment=augment, shard=Shard(r, 2)) for r in range(2)]
+    parts = zip(whole.epoch(1), *(s.epoch(1) for s in shards), strict=True)
+    for (x, y), (x0, y0), (x1, y1) in parts:
+        assert torch.equal(x, torch.cat([x0, x1]))
+        assert torch.equal(y, torch.cat([y0, y1]))
+    assert sorted(labels_of(shards[0]) + labels_of(shards[1])) == list(range(40))
+    with pytest.raises(UserError, match="can't be shared evenly by 3"):
+        next(BatchLoader(data, INFO, 8, shard=Shard(0, 3)).epoch(0))
+
+
 def test_an_epoch_leaves_out_the_incomplete_batch() -> None:
     loader = BatchLoader(split(10), INFO, 4)
     assert loader.batches_per_epoch == 2
@@ -49,7 +69,9 @@ def test_an_epoch_leaves_out_the_incomplete_batch() -> None:
 
 
 def test_normalisation() -> None:
-    x = INFO.normalise(torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1).expand(2, 3, 6, 6))
+    x = INFO.normalise(
+        torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1).expand(2, 3, 6, 6)
+    )
     torch.testing.assert_close(x[:, 0, 0, 0], torch.tensor([-2.0, 2.0]))
 
 
@@ -86,17 +108,17 @@ def test_random_mirror_flips_about_half() -> None:
 
 @pytest.mark.parametrize("size", [8, 16, 32])
 def test_digits(size: int) -> None:
-    data = load_data(DataConfig(name="digits", size=size))
-    assert (len(data.train), len(data.evaluation)) == (1437, 360)
+    data = open_data(DataConfig(name="digits", size=size), batch_size=64)
+    assert (len(data.train.split), len(data.evaluation.split)) == (1437, 360)
     assert data.info.classes == 10
     assert data.info.size == (size, size)
-    assert data.train.images.shape[1:] == (3, size, size)
-    assert data.evaluation.labels.bincount().min() >= 34
-    x = data.info.normalise(data.train.images)
+    assert data.train.split.images.shape[1:] == (3, size, size)
+    assert data.evaluation.split.labels.bincount().min() >= 34
+    x = data.info.normalise(data.train.split.images)
     assert x.mean().abs() < 1e-3
     assert x.std().item() == pytest.approx(1, abs=1e-2)
 
 
 def test_digits_of_an_odd_size_are_refused() -> None:
     with pytest.raises(UserError, match="8 to 32 px"):
-        load_data(DataConfig(name="digits", size=64))
+        open_data(DataConfig(name="digits", size=64), batch_size=64)

@@ -59,6 +59,15 @@ def test_cifar_widths_cost_what_the_paper_implies() -> None:
     )
 
 
+@pytest.mark.parametrize("form", ["classes", "latent"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(form: str, dtype: torch.dtype) -> None:
+    embedding = ShallowEmbedding(5, form=form, dim=4, widths=(6,)).to(dtype)
+    e, logits = embedding(torch.randn(3, 3, 8, 8).to(dtype))
+    assert e.dtype == torch.promote_types(dtype, torch.float32)
+    assert logits.dtype == dtype
+
+
 @pytest.mark.parametrize(
     "options",
     [{"form": "other"}, {"widths": ()}, {"widths": (8, 0)}, {"temperature": (2.0, 1.0)}],

@@ -18,8 +18,8 @@ def die_at_batch(epoch: int, batch: int) -> None:
     """Dies before this batch of this epoch."""
     original = BatchLoader.epoch
 
-    def epoch_until_death(self, number):
-        for i, item in enumerate(original(self, number)):
+    def epoch_until_death(self, number, start=0):
+        for i, item in enumerate(original(self, number, start), start):
             if (number, i) == (epoch, batch):
                 die()
             yield item

@@ -7,13 +7,14 @@ import torch
 from helpers import tiny_config
 from safetensors.torch import load_file, save_file
 
-from deepmoe.data.dataset import ImageInfo
+from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
 from deepmoe.registry import model_from_config
 from deepmoe.training import load_checkpoint, save_checkpoint
-from deepmoe.training.epoch import make_optimizer
+from deepmoe.training.state import TrainState
+from deepmoe.training.trainer import make_optimizer
 
-INFO = ImageInfo(tuple("0123456789"), (8, 8), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+INFO = DataInfo(tuple("0123456789"), (8, 8), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def saved(tmp_path) -> Path:
     config = tiny_config()
     model = model_from_config(config, 10)
     path = tmp_path / "model.safetensors"
-    save_checkpoint(path, model, config, INFO, epoch=3)
+    save_checkpoint(path, model, config, INFO, TrainState(3))
     return path
 
 
@@ -37,7 +38,7 @@ def test_the_header_tells_format_version_and_configuration(saved) -> None:
     assert header["format_version"] == "1"
     assert json.loads(header["config"])["model"]["name"] == "resnet20"
     loaded = load_checkpoint(saved)
-    assert (loaded.config, loaded.info, loaded.epoch) == (tiny_config(), INFO, 3)
+    assert (loaded.config, loaded.info, loaded.state) == (tiny_config(), INFO, TrainState(3))
 
 
 def test_optimiser_state_is_kept_by_parameter_name(tmp_path) -> None:
@@ -46,7 +47,7 @@ def test_optimiser_state_is_kept_by_parameter_name(tmp_path) -> None:
     optimizer = make_optimizer(model, config.train)
     model(torch.randn(2, 3, 8, 8)).logits.sum().backward()
     optimizer.step()
-    save_checkpoint(tmp_path / "c", model, config, INFO, epoch=1, optimizer=optimizer)
+    save_checkpoint(tmp_path / "c", model, config, INFO, TrainState(1), optimizer=optimizer)
     state = load_checkpoint(tmp_path / "c").optimizer_state
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
@@ -89,8 +90,14 @@ def test_foreign_files_are_named(saved, tmp_path) -> None:
             {"config": '{"model": {"nmae": "vgg16"}}'},
             "damaged header: unknown config key model.nmae",
         ),
+        ({"config": "[1]"}, "damaged header: the configuration is a table"),
+        ({"config": "[" * 100000}, "damaged header"),
         ({"data": "{}"}, "damaged header"),
-        ({"epoch": "three"}, "damaged header"),
+        ({"data": "[1]"}, "damaged header"),
+        ({"data": '{"class_names": [], "size": [8], "mean": [0], "std": [0]}'}, "damaged header"),
+        ({"state": '{"epoch": "three"}'}, "damaged header"),
+        ({"state": '{"epoch": -5}'}, "damaged header"),
+        ({"state": '{"epoch": 50}'}, "damaged header: 50 finished epochs of 4"),
         ({"config": '{"model": {"name": "vgg16"}}'}, "does not fit its own model vgg16"),
     ],
 )
@@ -98,4 +105,14 @@ def test_odd_headers_are_named(saved, changes: dict, message: str) -> None:
     header = {k: v for k, v in (header_of(saved) | changes).items() if v is not None}
     save_file(load_file(saved), saved, header)
     with pytest.raises(UserError, match=message):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.backbone.fc.weight", "optimizer.momentum_buffer.heads.weight"]
+)
+@pytest.mark.parametrize("tensor", [torch.ones(3), torch.ones(10, 64, dtype=torch.float64)])
+def test_odd_tensors_are_named(saved, name: str, tensor: torch.Tensor) -> None:
+    save_file({**load_file(saved), name: tensor}, saved, header_of(saved))
+    with pytest.raises(UserError, match="does not fit its own model resnet20"):
         load_checkpoint(saved)

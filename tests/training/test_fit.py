@@ -46,7 +46,7 @@ def test_a_run_leaves_checkpoint_metrics_and_configuration(whole_run) -> None:
     assert (whole_run.checkpoint.parent / "config.toml").is_file()
     loaded = load_checkpoint(whole_run.checkpoint)
     assert loaded.config == tiny_config()
-    assert loaded.epoch == 4
+    assert loaded.state.epoch == 4
     assert not loaded.model.training
     for name, tensor in whole_run.model.state_dict().items():
         assert torch.equal(tensor, loaded.model.state_dict()[name])

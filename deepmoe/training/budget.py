@@ -1,0 +1,148 @@
+"""A compute budget that holds: gates are steered to a share of the dense network's MACs.
+
+Mixture weights sum to one, so subtracting a number from all weights of a gate lowers its score by
+exactly that number, for every image: g = ReLU((W - t) e) = ReLU(W e - t). A threshold per layer can
+thus be moved without leaving the model family. The budget moves the thresholds after every
+training step, in proportion to how far the batch's MACs are from the goal (the goal itself sinks
+slowly to the target). The effect of a threshold is immediate, so nothing winds up; the same law
+lowers thresholds again when too little runs, so closed gates come back; a layer at its floor is
+only ever opened.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from deepmoe.config import TrainConfig
+from deepmoe.costs import Size, cost_matrix, count_costs, macs_of_counts
+from deepmoe.data import Batch
+from deepmoe.errors import UserError
+from deepmoe.layers import GateHeads, Gates
+from deepmoe.model import DeepMoE
+
+RAMP = (0.1, 0.6)  # part of the joint stage over which the goal sinks from 1 to the target
+TRAVEL = 20.0  # how far thresholds may move in a stage, in units of scale times full error
+GAIN_RANGE = (0.01, 0.1)
+CALIBRATION_IMAGES = 4096
+BISECTIONS = 30
+
+
+class MacsBudget:
+    """Steers the gate heads of a model to a target cost.
+
+    Args:
+        model: a gated model with ReLU heads.
+        size: of its input images.
+        train: target, floor and weighting.
+        steps: number of training steps of the joint stage.
+
+    Raises:
+        UserError: where the target can't be met.
+    """
+
+    def __init__(self, model: DeepMoE, size: Size, train: TrainConfig, steps: int) -> None:
+        if not isinstance(model.heads, GateHeads) or train.target_macs is None:
+            raise UserError("train.target_macs needs a gated model with relu heads")
+        costs = count_costs(model, size)
+        device = model.heads.weight.device
+        self.heads = model.heads
+        self.dense = float(costs.macs)
+        self.routing = float(costs.embedding_macs + costs.gate_macs)
+        target = train.target_macs
+        self.target = target if target <= 1 else target / self.dense
+        self.widths = torch.tensor(model.backbone.gate_widths, dtype=torch.float64, device=device)
+        self.layer_of = torch.repeat_interleave(
+            torch.arange(len(self.widths), device=device), self.widths.long()
+        )
+        self.quadratic = cost_matrix(model.backbone, size).to(device)
+        self.floor = train.channel_floor
+        self.gain = min(max(TRAVEL / max(1, steps), GAIN_RANGE[0]), GAIN_RANGE[1])
+        self.pressure = self._pressure(train.budget_by_cost)
+        least = self._share((self.widths * self.floor)[None])
+        most = 1 + self.routing / self.dense
+        if not float(least) <= self.target <= most:
+            raise UserError(
+                f"train.target_macs = {target:g} can't be met: with embedding and gates, this "
+                f"model costs from {float(least):.3f} to {most:.3f} of the dense one"
+            )
+
+    def goal(self, progress: float) -> float:
+        """The share to run at this part of the joint stage (0 to 1)."""
+        start, end = RAMP
+        done = min(max((progress - start) / (end - start), 0.0), 1.0)
+        return 1.0 + done * (self.target - 1.0)
+
+    @torch.no_grad()
+    def step(self, gates: Gates, progress: float) -> None:
+        """Moves the thresholds after a training step, by the gates of its batch."""
+        active = self._active(torch.cat(gates, dim=1) > 0)
+        share = self._share(active).mean()
+        error = (share - self.goal(progress)).expand(len(self.widths))
+        lack = self.floor - active.mean(dim=0) / self.widths
+        error = torch.where(lack >= 0, torch.minimum(error, -lack - 0.01), error)
+        self._raise_thresholds(self.gain * error * self.pressure * self._scales())
+
+    @torch.no_grad()
+    def calibrate(self, model: DeepMoE, batches: Iterable[Batch]) -> None:
+        """Meets the target on given images, in evaluation mode, by one common threshold."""
+        scores = self._collect_scores(model, batches)
+        highest = self._highest_thresholds(scores)
+        low, high = -4.0, 4.0  # in units of each layer's scale
+        direction = self.pressure * self._scales()
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            shift = torch.minimum(middle * direction, highest)
+            share = self._share(self._active(scores > shift[self.layer_of].float())).mean()
+            low, high = (middle, high) if float(share) > self.target else (low, middle)
+        self._raise_thresholds(torch.minimum(low * direction, highest))
+
+    def _active(self, runs_BC: Tensor) -> Tensor:
+        counts = torch.zeros(
+            len(runs_BC), len(self.widths), dtype=torch.float64, device=runs_BC.device
+        )
+        return counts.index_add_(1, self.layer_of, runs_BC.double())
+
+    def _share(self, active_BL: Tensor) -> Tensor:
+        return (macs_of_counts(active_BL, self.quadratic) + self.routing) / self.dense
+
+    def _scales(self) -> Tensor:
+        """The usual size of each layer's weights: what a threshold is measured by."""
+        sums = torch.zeros_like(self.widths)
+        sums.index_add_(0, self.layer_of, self.heads.weight.abs().mean(dim=1).double())
+        return (sums / self.widths).clamp_min(1e-6)
+
+    def _pressure(self, by_cost: bool) -> Tensor:
+        if not by_cost:
+            return torch.ones_like(self.widths)
+        full = torch.cat([self.widths, self.widths.new_ones(1)])
+        marginal = ((self.quadratic + self.quadratic.T) @ full)[
+            :-1
+        ]  # MACs a channel, at full width
+        return (marginal / marginal.mean()).sqrt()  # the root: costs span orders of magnitude
+
+    def _raise_thresholds(self, shifts_L: Tensor) -> None:
+        self.heads.weight.sub_(shifts_L.to(self.heads.weight.dtype)[self.layer_of][:, None])
+
+    def _collect_scores(self, model: DeepMoE, batches: Iterable[Batch]) -> Tensor:
+        assert model.embedding is not None
+        found, images = [], 0
+        training = model.embedding.training
+        model.embedding.eval()
+        for x_BCHW, _ in batches:
+            e_BD, _ = model.embedding(x_BCHW)
+            found.append(e_BD.float() @ self.heads.weight.T)
+            images += len(e_BD)
+            if images >= CALIBRATION_IMAGES:
+                break
+        model.embedding.train(training)
+        return torch.cat(found)
+
+    def _highest_thresholds(self, scores_BC: Tensor) -> Tensor:
+        """For each layer, the threshold that leaves just its floor running."""
+        highest = []
+        for layer, width in enumerate(self.widths.long().tolist()):
+            of_layer = scores_BC[:, self.layer_of == layer].flatten().sort(descending=True).values
+            kept = min(len(of_layer) - 1, int(self.floor * width * len(scores_BC)))
+            highest.append(of_layer[kept].double())
+        return torch.stack(highest)

@@ -1,0 +1,37 @@
+"""SIGTERM and SIGINT as a wish to stop at the next batch."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupts:
+    """While entered, notes signals instead of dying of them; a second one acts as usual."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._former: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self._former = {s: signal.signal(s, self._note) for s in SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._restore()
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)

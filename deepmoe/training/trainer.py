@@ -1,0 +1,266 @@
+"""The training loop: stages, epochs, batches; checkpoints, interruption and divergence."""
+
+import math
+import time
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+
+from deepmoe.config import RunConfig, TrainConfig
+from deepmoe.costs import count_costs, count_macs
+from deepmoe.data import DataSource, derive_seed
+from deepmoe.errors import TrainingDiverged, TrainingInterrupted
+from deepmoe.losses import DeepMoELoss, LossParts
+from deepmoe.model import DeepMoE
+from deepmoe.training.budget import MacsBudget
+from deepmoe.training.checkpoint import CheckpointStore, save_checkpoint
+from deepmoe.training.distributed import any_process
+from deepmoe.training.evaluate import EvalResult, evaluate
+from deepmoe.training.interrupts import Interrupts
+from deepmoe.training.log import RunLog
+from deepmoe.training.schedules import Stage, learning_rate, stages
+from deepmoe.training.state import TrainState
+
+LOOK_EVERY = 20  # batches between looks at figures, which wait for the device
+VOID = 255  # label of pixels that don't count
+
+
+class Trainer:
+    """Trains a model through both stages, from wherever its state stands.
+
+    Args:
+        config: of the run.
+        fabric: launched; moves, wraps and differentiates.
+        model: on Fabric's device.
+        optimizer: of the model's parameters.
+        data: loaders to train and to evaluate with.
+        store: of checkpoints.
+        log: of metrics; `None` in all processes but one.
+        state: how far the run is.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        fabric: Fabric,
+        model: DeepMoE,
+        optimizer: torch.optim.Optimizer,
+        data: DataSource,
+        store: CheckpointStore,
+        log: RunLog | None,
+        state: TrainState,
+    ) -> None:
+        self.config = config
+        self.fabric = fabric
+        self.model = model
+        self.optimizer = optimizer
+        self.data = data
+        self.store = store
+        self.log = log
+        self.state = state
+        self.interrupts = Interrupts()
+        self.budget = self._make_budget()
+        self.saved_at = time.monotonic()
+        self.result: EvalResult | None = None
+
+    def run(self) -> EvalResult:
+        """Trains to the end; returns the last evaluation."""
+        per_epoch = self.data.train.batches_per_epoch
+        total = self.config.train.total_epochs * per_epoch
+        done = self.state.epoch * per_epoch + self.state.batch
+        with self.interrupts:
+            if self.log is None:
+                self._run_stages()
+            else:
+                with self.log.progress(done, total):
+                    self._run_stages()
+        self.model.eval()
+        return self.result or self._evaluate()
+
+    def _run_stages(self) -> None:
+        for stage in stages(self.config.train):
+            if self.state.epoch >= stage.end:
+                continue
+            set_stage(self.model, stage)
+            wrapped, optimizer = self.fabric.setup(self._compiled(), self.optimizer)
+            for epoch in range(max(self.state.epoch, stage.start), stage.end):
+                self._run_epoch(wrapped, optimizer, stage, epoch)
+
+    def _run_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> None:
+        start = time.perf_counter()
+        sums = self._train_epoch(wrapped, optimizer, stage, epoch)
+        losses = self._means(sums)
+        if self.budget is not None and epoch + 1 == self.config.train.epochs:
+            self.budget.calibrate(self.model, self.data.train)
+        self.result = self._evaluate()
+        is_best = self.state.best is None or self.result.accuracy > self.state.best
+        best = self.result.accuracy if is_best else self.state.best
+        self.state = TrainState(epoch=epoch + 1, best=best)
+        if self.log is not None:
+            metrics = {
+                "epoch": epoch + 1,
+                "stage": stage.name,
+                "lr": learning_rate(self.config.train, epoch),
+                **losses,
+                **_reported(self.result),
+                "evaluated_on": self.data.evaluation_name,
+                "skipped_images": self.data.train.skipped + self.data.evaluation.skipped,
+                "seconds": round(time.perf_counter() - start, 3),
+            }
+            self.log.write(metrics, self.config.train.total_epochs)
+        every, last = self.config.train.checkpoint_epochs, self.config.train.total_epochs
+        if (epoch + 1) % every == 0 or epoch + 1 == last:
+            self._save()
+            if self.fabric.is_global_zero:
+                self.store.keep_epoch(epoch + 1, is_best=is_best)
+
+    def _train_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> Tensor:
+        """Trains from the state's batch on; returns sums of loss parts, hits and labels."""
+        set_stage(self.model, stage)
+        device, loader = self.fabric.device, self.data.train
+        ignore = VOID if self.data.info.task == "segmentation" else -100
+        objective = DeepMoELoss.from_config(
+            self.config.loss, frozen=stage.frozen, ignore_index=ignore
+        )
+        sums = torch.tensor(self.state.sums or (0.0,) * (len(LossParts._fields) + 3), device=device)
+        first = self.state.batch
+        for batch, (x_BCHW, labels) in enumerate(loader.epoch(epoch, first), start=first):
+            # Noise inside the model depends on seed and batch alone: a resumed run repeats it.
+            torch.manual_seed(derive_seed(self.config.train.seed, epoch, batch, 1))
+            now = epoch + batch / loader.batches_per_epoch
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.config.train, now)
+            output = wrapped(x_BCHW)
+            parts = objective(output, labels, now)
+            optimizer.zero_grad(set_to_none=True)
+            self.fabric.backward(parts.total)
+            optimizer.step()
+            if self.budget is not None and not stage.frozen:
+                self.budget.step(output.gates, now / self.config.train.epochs)
+            sums += batch_figures(parts, output.logits, labels, ignore)
+            self._after_batch(epoch, batch + 1, sums, output.gates)
+        return sums
+
+    def _after_batch(self, epoch: int, done: int, sums: Tensor, gates: Any) -> None:
+        """What may happen between two batches: a stop, a checkpoint, a look at the figures."""
+        look = done % LOOK_EVERY == 0
+        several = self.fabric.world_size > 1
+        stop = self.interrupts.received is not None
+        if several:
+            stop = look and any_process(self.fabric, stop)  # all processes stop at the same batch
+        minutes = (time.monotonic() - self.saved_at) / 60
+        due = minutes > self.config.train.checkpoint_minutes
+        if stop or due:
+            self.state = TrainState(epoch, done, tuple(sums.tolist()), self.state.best)
+            self._means(sums)
+            self._save()
+        if stop:
+            name = self.interrupts.received.name if self.interrupts.received else "a signal"
+            raise TrainingInterrupted(
+                f"stopped by {name} after batch {done} of epoch {epoch + 1}; "
+                f"{self.store.last} is saved, and --resume goes on from it"
+            )
+        if self.log is not None:
+            figures = self._figures(sums, gates) if look and self.log.watched else None
+            at = epoch * self.data.train.batches_per_epoch + done
+            self.log.advance(at, figures)
+
+    def _figures(self, sums: Tensor, gates: Any) -> dict[str, float]:
+        figures = self._means(sums)
+        if gates is not None:
+            size = self.data.info.size
+            macs = count_macs(self.model, size, gates).double().mean().item()
+            figures["macs_share"] = macs / count_costs(self.model, size).macs
+        return figures
+
+    def _means(self, sums: Tensor) -> dict[str, float]:
+        """Means of the epoch's figures; a loss that is beyond hope ends the run here."""
+        if self.fabric.world_size > 1:
+            sums = torch.as_tensor(self.fabric.all_reduce(sums.clone(), reduce_op="sum"))
+        *losses, correct, labels, batches = sums.tolist()
+        means = dict(zip(LossParts._fields, (loss / batches for loss in losses), strict=True))
+        if not math.isfinite(means["total"]) or means["task"] > self.config.train.loss_limit:
+            good = self.store.last
+            there = f"the last good checkpoint is {good}" if good.exists() else "no checkpoint yet"
+            raise TrainingDiverged(
+                f"the loss is {means['total']:g} in epoch {self.state.epoch + 1}; {there}"
+            )
+        return {
+            "loss": means["total"],
+            "task_loss": means["task"],
+            "gate_l1": means["gates"],
+            "embedding_loss": means["embedding"],
+            "train_accuracy": correct / max(1.0, labels),
+        }
+
+    def _save(self) -> None:
+        if self.fabric.is_global_zero:
+            save_checkpoint(
+                self.store.last,
+                self.model,
+                self.config,
+                self.data.info,
+                self.state,
+                optimizer=self.optimizer,
+            )
+        self.saved_at = time.monotonic()
+
+    def _evaluate(self) -> EvalResult:
+        with self.fabric.autocast():
+            return evaluate(self.model, self.data.evaluation)
+
+    def _compiled(self) -> nn.Module:
+        wanted = self.config.train.compile
+        if wanted == "off" or (wanted == "auto" and self.fabric.device.type != "cuda"):
+            return self.model
+        compiled = torch.compile(self.model)
+        assert isinstance(compiled, nn.Module)
+        return compiled
+
+    def _make_budget(self) -> MacsBudget | None:
+        train = self.config.train
+        if train.target_macs is None or not self.model.gated:
+            return None
+        steps = train.epochs * self.data.train.batches_per_epoch
+        return MacsBudget(self.model, self.data.info.size, train, steps)
+
+
+def set_stage(model: DeepMoE, stage: Stage) -> None:
+    """Training mode; when frozen, embedding and heads neither learn nor track statistics."""
+    model.train()
+    for module in model.routing_modules():
+        module.requires_grad_(not stage.frozen)
+        module.train(not stage.frozen)
+
+
+def make_optimizer(model: DeepMoE, train: TrainConfig) -> torch.optim.SGD:
+    """SGD with momentum. Gate heads get no weight decay: the L1 term is their regulariser."""
+    heads = list(model.heads.parameters()) if model.heads is not None else []
+    gate_parameters = {id(p) for p in heads}
+    others = [p for p in model.parameters() if id(p) not in gate_parameters]
+    groups: list[dict[str, Any]] = [{"params": others, "weight_decay": train.weight_decay}]
+    if heads:
+        groups.append({"params": heads, "weight_decay": 0.0})
+    return torch.optim.SGD(
+        groups,
+        lr=train.lr,
+        momentum=train.momentum,
+        nesterov=train.nesterov,
+        fused=others[0].is_cuda,  # one kernel instead of hundreds
+    )
+
+
+def batch_figures(parts: LossParts, logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
+    """Loss parts, hits, labels and 1: a batch's share of an epoch's sums, on the device."""
+    counted = labels != ignore
+    hits = ((logits.detach().argmax(dim=1) == labels) & counted).sum()
+    ones = torch.ones_like(parts.total)
+    return torch.stack([*(part.detach() for part in parts), hits, counted.sum(), ones]).float()
+
+
+def _reported(result: EvalResult) -> dict[str, Any]:
+    values = result.as_dict()
+    values["evaluation_loss"] = values.pop("loss")
+    return values
