@@ -1,46 +1,17 @@
 """A data set by name: what it is, and loaders to train and to evaluate with."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
-from torch import Tensor
 
 from deepmoe.config import DataConfig
 from deepmoe.data.cifar import read_cifar
 from deepmoe.data.digits import DIGITS_SIZE, read_digits
 from deepmoe.data.info import DataInfo
+from deepmoe.data.interface import Batch, DataSource, Loader
 from deepmoe.data.loader import BatchLoader, Shard
 from deepmoe.data.split import Split
 from deepmoe.errors import UserError
 
-Batch = tuple[Tensor, Tensor]
-"""Normalised images_BCHW, and labels_B (classification) or labels_BHW (segmentation)."""
-
-
-class Loader(Protocol):
-    """Gives batches; any training epoch can be replayed, from any batch on."""
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Length of a training epoch."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Every image once, in order, not augmented."""
-
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """A training epoch, shuffled and augmented, from batch `start` on."""
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """A data set, opened."""
-
-    info: DataInfo
-    train: Loader
-    evaluation: Loader  # the test set, or the held-out training images
-    evaluation_name: str  # "test" or "holdout"
+__all__ = ["Batch", "DataSource", "Loader", "hold_out", "open_data"]
 
 
 def open_data(
