@@ -8,6 +8,7 @@ from deepmoe.data.digits import DIGITS_SIZE, read_digits
 from deepmoe.data.info import DataInfo
 from deepmoe.data.interface import Batch, DataSource, Loader
 from deepmoe.data.loader import BatchLoader, Shard
+from deepmoe.data.segmentation import open_segmentation
 from deepmoe.data.split import Split
 from deepmoe.errors import UserError
 
@@ -34,6 +35,10 @@ def open_data(
     Raises:
         UserError: where the data is missing, damaged or not what it should be.
     """
+    if config.name in ("segmentation-pairs", "cityscapes"):
+        return open_segmentation(
+            config, batch_size=batch_size, seed=seed, device=device, shard=shard
+        )
     if config.name == "digits":
         train, test, names = read_digits(config.size or DIGITS_SIZE)
     else:
