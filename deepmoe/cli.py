@@ -13,7 +13,7 @@ from deepmoe.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from deepmoe.training import EvalResult
+    from deepmoe.training.trainer import Result
 
 
 class Verbs(click.Group):
@@ -95,8 +95,9 @@ def evaluate_checkpoint(checkpoint: Path, overrides: tuple[str, ...], as_json: b
     """Evaluate CHECKPOINT on the data it was trained for, or on what --set data... names."""
     from deepmoe.config import apply_overrides
     from deepmoe.data import open_data
-    from deepmoe.training import evaluate, load_checkpoint
+    from deepmoe.training import load_checkpoint
     from deepmoe.training.distributed import make_fabric
+    from deepmoe.training.trainer import evaluate_on
 
     for item in overrides:
         if not item.startswith(("data.", "train.device", "train.precision")):
@@ -114,7 +115,7 @@ def evaluate_checkpoint(checkpoint: Path, overrides: tuple[str, ...], as_json: b
     )
     model = loaded.model.to(fabric.device)
     with fabric.autocast():
-        result = evaluate(model, data.evaluation)
+        result = evaluate_on(model, data)
     if as_json:
         values = result.as_dict() | {"evaluated_on": data.evaluation_name}
         click.echo(json.dumps(values, indent=2))
@@ -265,12 +266,12 @@ def _parse_size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
-def _print_evaluation(result: "EvalResult") -> None:
+def _print_evaluation(result: "Result") -> None:
     from deepmoe.costs import format_macs
 
     rows = [
         ("images", f"{result.images:,}"),
-        ("accuracy", f"{result.accuracy:.2%}"),
+        (result.measure, f"{result.accuracy:.2%}"),
         ("mean MACs", f"{format_macs(result.macs)} ({result.macs_share:.1%} of dense)"),
         ("active channels", f"{result.active:.1%}"),
     ]

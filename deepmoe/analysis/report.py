@@ -11,7 +11,8 @@ import jinja2
 from deepmoe.analysis.plots import as_data_uri, gate_heatmap, loss_curves, macs_histogram
 from deepmoe.config import RunConfig, config_to_toml
 from deepmoe.costs import format_macs
-from deepmoe.training.evaluate import EvalResult, GateRecord
+from deepmoe.training.evaluate import GateRecord
+from deepmoe.training.trainer import Result
 
 TABLE_HEADER = ("network", "accuracy", "mean MACs", "of dense MACs", "active channels")
 
@@ -21,7 +22,7 @@ class Contender:
     """One of the networks that a report compares."""
 
     name: str
-    result: EvalResult
+    result: Result
     metrics: Sequence[dict[str, Any]]  # the lines of metrics.jsonl
 
     @property

@@ -2,8 +2,9 @@
 
 from deepmoe.data.image_file import read_image
 from deepmoe.data.info import DataInfo
+from deepmoe.data.interface import Batch, DataSource, Loader
 from deepmoe.data.loader import BatchLoader, Shard, derive_seed
-from deepmoe.data.source import Batch, DataSource, Loader, open_data
+from deepmoe.data.source import open_data
 from deepmoe.data.split import Split
 
 __all__ = [

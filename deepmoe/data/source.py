@@ -1,50 +1,18 @@
 """A data set by name: what it is, and loaders to train and to evaluate with."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+import dataclasses
 
 import torch
-from torch import Tensor
 
 from deepmoe.config import DataConfig
 from deepmoe.data.cifar import read_cifar
 from deepmoe.data.digits import DIGITS_SIZE, read_digits
 from deepmoe.data.info import DataInfo
+from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import WHOLE, BatchLoader, Shard
+from deepmoe.data.segmentation import open_segmentation
 from deepmoe.data.split import Split
 from deepmoe.errors import UserError
-
-Batch = tuple[Tensor, Tensor]
-"""Normalised images_BCHW, and labels_B (classification) or labels_BHW (segmentation)."""
-
-
-class Loader(Protocol):
-    """Gives batches; any training epoch can be replayed, from any batch on."""
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Length of a training epoch."""
-
-    @property
-    def skipped(self) -> int:
-        """How many files could not be read so far."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Every image once, in order, not augmented."""
-
-    def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
-        """A training epoch, shuffled and augmented, from batch `start` on."""
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """A data set, opened."""
-
-    info: DataInfo
-    train: Loader
-    evaluation: Loader  # the test set, or the held-out training images
-    evaluation_name: str  # "test" or "holdout"
 
 
 def open_data(
@@ -69,26 +37,47 @@ def open_data(
     Raises:
         UserError: where the data is missing, damaged or not what it should be.
     """
+    if config.name in ("segmentation-pairs", "cityscapes"):
+        source = open_segmentation(
+            config, batch_size=batch_size, seed=seed, device=device, shard=shard
+        )
+    else:
+        source = _open_in_memory(config, batch_size, seed, device, shard, info)
+    if info is not None and source.info.classes != info.classes:
+        raise UserError(
+            f"the model knows {info.classes} classes, "
+            f"but the data ({config.name}) has {source.info.classes}"
+        )
+    return source
+
+
+def _open_in_memory(
+    config: DataConfig,
+    batch_size: int,
+    seed: int,
+    device: torch.device | str,
+    shard: Shard,
+    info: DataInfo | None,
+) -> DataSource:
     if config.name == "digits":
         train, test, names = read_digits(DIGITS_SIZE if config.size is None else config.size)
     else:
         if config.size not in (None, 32):
             raise UserError(f"{config.name} has images of 32 px; data.size can't be {config.size}")
         train, test, names = read_cifar(config.root, config.name)
-    if info is None:
-        info = _measure(train, names)
-    elif len(names) != info.classes:
-        raise UserError(
-            f"the model knows {info.classes} classes, but the data ({config.name}) has {len(names)}"
-        )
+    measured = _measure(train, names)
+    if info is not None:
+        measured = dataclasses.replace(measured, mean=info.mean, std=info.std)
     evaluation, evaluation_name = test, "test"
     if config.holdout:
         # So that recipes can be chosen without looking at the test set.
         (train, evaluation), evaluation_name = hold_out(train, config.holdout), "holdout"
     return DataSource(
-        info,
-        BatchLoader(train, info, batch_size, augment=config, seed=seed, device=device, shard=shard),
-        BatchLoader(evaluation, info, EVALUATION_BATCH, device=device, shard=shard),
+        measured,
+        BatchLoader(
+            train, measured, batch_size, augment=config, seed=seed, device=device, shard=shard
+        ),
+        BatchLoader(evaluation, measured, EVALUATION_BATCH, device=device, shard=shard),
         evaluation_name,
     )
 

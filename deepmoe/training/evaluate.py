@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from deepmoe.costs import active_share, count_costs, count_macs
@@ -28,6 +28,8 @@ class EvalResult:
     dense_macs: int  # of the ungated base network alone
     active: float  # share of the gated channels that run
     embedding_accuracy: float | None  # None for a dense network
+
+    measure: ClassVar[str] = "accuracy"
 
     @property
     def macs_share(self) -> float:
@@ -55,23 +57,23 @@ def evaluate(model: DeepMoE, batches: Batches) -> EvalResult:
     loss, macs, active = (
         MeanMetric("disable").to(device).set_dtype(torch.float64) for _ in range(3)
     )
-    images, size = 0, (0, 0)
+    images, size = SumMetric().to(device).set_dtype(torch.float64), (0, 0)
     with evaluation_mode(model):
         for x_BCHW, labels in batches:
             x_BCHW, labels = x_BCHW.to(device), labels.to(device)
             size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
             output = model(x_BCHW)
             accuracy.update(output.logits, labels)
-            loss.update(F.cross_entropy(output.logits.double(), labels), len(labels))
-            images += len(labels)
+            loss.update(F.cross_entropy(output.logits.double(), labels, reduction="none"))
+            images.update(len(labels))
             if output.gates is not None:
                 embedding_accuracy.update(output.embedding_logits, labels)
                 macs.update(count_macs(model, size, output.gates).double())
                 active.update(active_share(output.gates).double())
-    if not images:
+    if not images.update_called:
         raise ValueError("there are no images to evaluate on")
     return EvalResult(
-        images=images,
+        images=int(images.compute()),
         accuracy=accuracy.compute().item(),
         loss=loss.compute().item(),
         macs=macs.compute().item() if model.gated else float(count_macs(model, size)),

@@ -14,10 +14,9 @@ from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
 from deepmoe.training.checkpoint import CheckpointStore, load_checkpoint, write_atomically
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
-from deepmoe.training.evaluate import EvalResult
 from deepmoe.training.log import METRICS_NAME, RunLog
 from deepmoe.training.state import TrainState
-from deepmoe.training.trainer import Trainer, make_optimizer
+from deepmoe.training.trainer import Result, Trainer, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class FitResult:
     """A finished run."""
 
     model: DeepMoE
-    evaluation: EvalResult
+    evaluation: Result
     data: DataSource
     checkpoint: Path
     metrics: Path

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from deepmoe.config import RunConfig, TrainConfig
 from deepmoe.costs import count_costs, count_macs
 from deepmoe.data import DataSource, derive_seed
+from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import TrainingDiverged, TrainingInterrupted
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE
@@ -21,10 +22,11 @@ from deepmoe.training.evaluate import EvalResult, evaluate
 from deepmoe.training.interrupts import Interrupts
 from deepmoe.training.log import RunLog
 from deepmoe.training.schedules import Stage, learning_rate, stages
+from deepmoe.training.segmentation import SegmentationResult, evaluate_segmentation
 from deepmoe.training.state import TrainState
 
+Result = EvalResult | SegmentationResult
 LOOK_EVERY = 20  # batches between looks at figures, which wait for the device
-VOID = 255  # label of pixels that don't count
 
 
 class Trainer:
@@ -63,9 +65,9 @@ class Trainer:
         self.interrupts = Interrupts()
         self.budget = self._make_budget()
         self.saved_at = time.monotonic()
-        self.result: EvalResult | None = None
+        self.result: Result | None = None
 
-    def run(self) -> EvalResult:
+    def run(self) -> Result:
         """Trains to the end; returns the last evaluation."""
         per_epoch = self.data.train.batches_per_epoch
         total = self.config.train.total_epochs * per_epoch
@@ -207,9 +209,9 @@ class Trainer:
             )
         self.saved_at = time.monotonic()
 
-    def _evaluate(self) -> EvalResult:
+    def _evaluate(self) -> Result:
         with self.fabric.autocast():
-            return evaluate(self.model, self.data.evaluation)
+            return evaluate_on(self.model, self.data)
 
     def _compiled(self) -> nn.Module:
         wanted = self.config.train.compile
@@ -260,7 +262,14 @@ def batch_figures(parts: LossParts, logits: Tensor, labels: Tensor, ignore: int)
     return torch.stack([*(part.detach() for part in parts), hits, counted.sum(), ones]).float()
 
 
-def _reported(result: EvalResult) -> dict[str, Any]:
+def evaluate_on(model: DeepMoE, data: DataSource) -> Result:
+    """Evaluates by the measure of the data's task."""
+    if data.info.task == "segmentation":
+        return evaluate_segmentation(model, data.evaluation, data.info.class_names)
+    return evaluate(model, data.evaluation)
+
+
+def _reported(result: Result) -> dict[str, Any]:
     values = result.as_dict()
     values["evaluation_loss"] = values.pop("loss")
-    return values
+    return {**values, "accuracy": result.accuracy, "embedding_accuracy": result.embedding_accuracy}
