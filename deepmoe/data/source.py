@@ -63,6 +63,12 @@ def open_data(
     Raises:
         UserError: where the data is missing, damaged or not what it should be.
     """
+    if config.name == "image-folder":
+        from deepmoe.data.image_folder import open_image_folder  # which needs this module
+
+        return open_image_folder(
+            config, batch_size=batch_size, seed=seed, device=device, shard=shard
+        )
     if config.name == "digits":
         train, test, names = read_digits(config.size or DIGITS_SIZE)
     else:
