@@ -19,7 +19,7 @@ LIGHTING_VECTORS = (
 
 
 def random_jitter(images_BCHW: Tensor, strength: float, generator: torch.Generator) -> Tensor:
-    """Changes each image's brightness, contrast and saturation, by its own factors and order.
+    """Changes brightness, contrast and saturation of each image by random factors of its own.
 
     Args:
         images_BCHW: uint8 or float, in 0..255; the result is float.
@@ -28,44 +28,29 @@ def random_jitter(images_BCHW: Tensor, strength: float, generator: torch.Generat
     """
     shape, device = (len(images_BCHW), 3), images_BCHW.device
     low, high = max(0.0, 1 - strength), 1 + strength
-    factors = low + (high - low) * torch.rand(shape, generator=generator, device=device)
-    order = torch.rand(shape, generator=generator, device=device).argsort(dim=1)
-    return jitter(images_BCHW, factors, order)
+    factors = torch.rand(shape, generator=generator, device=device) * (high - low) + low
+    return jitter(images_BCHW, factors)
 
 
-def jitter(images_BCHW: Tensor, factors_B3: Tensor, order_B3: Tensor) -> Tensor:
-    """Changes brightness (0), contrast (1) and saturation (2) of each image.
+def jitter(images_BCHW: Tensor, factors_B3: Tensor) -> Tensor:
+    """Changes brightness, contrast and saturation of each image.
 
-    Each is a mix of the image with something grey: black, its mean, or its own grey version. As in
-    fb.resnet.torch, and unlike in torchvision, nothing is clipped at black and white: so all three
-    together are one mix of the image, its grey version and a constant.
+    Each mixes the image with something grey: black, its mean, or its own grey version. As in
+    fb.resnet.torch, and unlike in torchvision, nothing is clipped at black and white. The three
+    are linear then and their order makes no difference, so they are done in one go.
 
     Args:
         images_BCHW: uint8 or float, in 0..255; the result is float.
         factors_B3: of brightness, contrast and saturation; 1 changes nothing.
-        order_B3: the three numbers above, in the order in which each image is changed.
     """
+    brightness, contrast, saturation = factors_B3[:, :, None, None, None].unbind(dim=1)
     images = images_BCHW.to(torch.float32, copy=True)  # one copy, changed in place: memory is slow
     grey = to_grey(images)
-    weights = _mix(grey.mean(dim=(1, 2, 3)), factors_B3, order_B3)
-    own, of_grey, constant = (weight[:, None, None, None] for weight in weights)
-    return torch.addcmul(grey.mul_(of_grey).add_(constant), images, own, out=images)
-
-
-def _mix(mean_B: Tensor, factors_B3: Tensor, order_B3: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights of image and grey version, and the constant, that three changes amount to."""
-    own, of_grey, constant = (torch.full_like(mean_B, value) for value in (1.0, 0.0, 0.0))
-    for kind in order_B3.unbind(dim=1):
-        factor = factors_B3.gather(1, kind[:, None])[:, 0]
-        # So far the image is own * x + of_grey * grey(x) + constant, and this is its grey version:
-        grey = own + of_grey  # times grey(x), plus the same constant
-        mean = grey * mean_B + constant
-        other_grey = grey * (kind == 2)
-        other_constant = torch.where(kind == 2, constant, mean * (kind == 1))
-        own = factor * own
-        of_grey = factor * of_grey + (1 - factor) * other_grey
-        constant = factor * constant + (1 - factor) * other_constant
-    return own, of_grey, constant
+    mean = grey.mean(dim=(2, 3), keepdim=True)
+    rest = grey.mul_(brightness * contrast * (1 - saturation)).add_(
+        brightness * (1 - contrast) * mean
+    )
+    return torch.addcmul(rest, images, brightness * contrast * saturation, out=images)
 
 
 def to_grey(images_BCHW: Tensor) -> Tensor:
