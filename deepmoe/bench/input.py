@@ -16,11 +16,12 @@ from deepmoe.data.files import FileTree
 from deepmoe.data.image_folder import (
     IMAGENET_MEAN,
     IMAGENET_STD,
+    TRAIN,
     ImageFolderReader,
-    open_image_folder,
+    list_images,
 )
-from deepmoe.data.loader import Shard
-from deepmoe.data.workers import WorkerLoader
+from deepmoe.data.info import DataInfo
+from deepmoe.data.workers import Unreadable
 from deepmoe.errors import UserError
 
 BATCH = 64
@@ -45,7 +46,7 @@ def bench_input(
     Args:
         root: a data set in ImageNet's layout, as folder or zip file; `None` makes JPEG files of
             ImageNet's usual size.
-        images: how many of its training images to use.
+        images: how many of its training images to use; unreadable ones are left out.
         size: pixels a side of the random crop.
         seconds: for everything that is measured; every way gets at least one batch a round.
         threads: of torch's operations on batches.
@@ -111,8 +112,9 @@ def _take_turns(ways: dict[str, Prepare], count: int, seconds: float) -> dict[st
 
 
 def _our_way(folder: str, size: int, *, finish: bool) -> Prepare:
-    config = DataConfig(name="image-folder", root=folder, size=size, color_jitter=JITTER)
-    reader = _training_reader(config)
+    # Without lighting, which torchvision doesn't have.
+    config = DataConfig(name="image-folder", color_jitter=JITTER, lighting=0.0)
+    reader = _training_reader(folder, size, config)
     rng = np.random.default_rng(0)
     generator = torch.Generator().manual_seed(0)
 
@@ -138,7 +140,7 @@ def _torchvision_way(folder: str, size: int) -> tuple[Prepare | None, str | None
         transforms.ToTensor(),
         transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD),
     ]
-    files = datasets.ImageFolder(str(Path(folder, "train")), transforms.Compose(steps))
+    files = datasets.ImageFolder(str(Path(folder, TRAIN)), transforms.Compose(steps))
 
     def prepare(positions: list[int]) -> None:
         for position in positions:
@@ -147,40 +149,43 @@ def _torchvision_way(folder: str, size: int) -> tuple[Prepare | None, str | None
     return prepare, str(torchvision.__version__)
 
 
-def _training_reader(config: DataConfig) -> ImageFolderReader:
-    source = open_image_folder(config, batch_size=1, seed=0, device="cpu", shard=Shard())
-    assert isinstance(source.train, WorkerLoader)
-    assert isinstance(source.train.reader, ImageFolderReader)
-    return source.train.reader
+def _training_reader(root: str | Path, size: int, config: DataConfig) -> ImageFolderReader:
+    tree = FileTree.open(root, TRAIN)
+    classes = tree.folders(TRAIN)
+    files, labels = list_images(tree, tree.names(), TRAIN, classes)
+    info = DataInfo(tuple(classes), (size, size), IMAGENET_MEAN, IMAGENET_STD)
+    return ImageFolderReader(tree, files, labels, info, config)
 
 
 def _make_files(folder: str, count: int) -> int:
-    """500x375 JPEG files of about 110 kB, as most of ImageNet's are: soft shapes, fine grain."""
+    """500x375 JPEG files of about 100 kB, much like ImageNet's: soft shapes, fine grain."""
     from PIL import Image
 
     rng = np.random.default_rng(0)
-    for split, number in (("train", count), ("val", 1)):
-        place = Path(folder, split, "made-up")
-        place.mkdir(parents=True)
-        for i in range(number):
-            coarse = Image.fromarray(rng.integers(256, size=(6, 8, 3), dtype=np.uint8))
-            soft = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC), dtype=float)
-            grainy = (soft + rng.normal(scale=8, size=(375, 500, 1))).clip(0, 255).astype(np.uint8)
-            Image.fromarray(grainy).save(place / f"{i:05}.jpeg", quality=95)
+    place = Path(folder, TRAIN, "made-up")
+    place.mkdir(parents=True)
+    for i in range(count):
+        coarse = Image.fromarray(rng.integers(256, size=(6, 8, 3), dtype=np.uint8))
+        soft = np.asarray(coarse.resize((500, 375), Image.Resampling.BICUBIC), dtype=float)
+        grainy = (soft + rng.normal(scale=8, size=(375, 500, 1))).clip(0, 255).astype(np.uint8)
+        Image.fromarray(grainy).save(place / f"{i:05}.jpeg", quality=95)
     return count
 
 
 def _copy(root: str | Path, folder: str, count: int) -> int:
     """Copies training images, evenly chosen: both ways then read plain files of one place."""
-    found = _training_reader(DataConfig(name="image-folder", root=str(root), holdout=1))
-    count = min(count, len(found))
-    tree = FileTree.open(root, "train")
-    chosen = [found.name(i * len(found) // count) for i in range(count)]
-    for name in chosen:
-        target = Path(folder, name)
+    found = _training_reader(root, 1, DataConfig())
+    wanted = min(count, len(found))
+    copied = 0
+    for index in (i * len(found) // wanted for i in range(wanted)):
+        try:
+            found.read(index, None)
+        except Unreadable:
+            continue
+        target = Path(folder, found.name(index))
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(tree.read(name))
-    held_out = Path(folder, "val", *Path(chosen[0]).parts[1:])
-    held_out.parent.mkdir(parents=True)
-    held_out.write_bytes(tree.read(chosen[0]))
-    return count
+        target.write_bytes(found.tree.read(found.name(index)))
+        copied += 1
+    if not copied:
+        raise UserError(f"none of {wanted} training images of {root} could be read")
+    return copied

@@ -85,13 +85,11 @@ def _to_8_bit(image: Any) -> Any:
 def _shrink(image: Any, box: Box, size: int) -> Box:
     """Sets the decoder's own scaling, and returns the box in the smaller image."""
     left, top, right, bottom = box
-    width, height = image.size
-    enough = (-int(-width * size // (right - left)), -int(-height * size // (bottom - top)))
-    drafted = image.draft(None, enough)  # None for files that aren't JPEG
-    if drafted is None:
+    scale = next((s for s in (8, 4, 2) if min(right - left, bottom - top) >= s * size), 1)
+    drafted = image.draft(None, (image.width // scale, image.height // scale))
+    if drafted is None:  # not a JPEG
         return box
-    scale = drafted[1][2] / width
-    return left * scale, top * scale, right * scale, bottom * scale
+    return left / scale, top / scale, right / scale, bottom / scale
 
 
 def _reason(error: Exception) -> str:

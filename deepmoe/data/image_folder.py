@@ -121,6 +121,40 @@ def centre_box(resize: int, size: int, width: int, height: int) -> Box:
     return left * x, top * y, min((left + size) * x, width), min((top + size) * y, height)
 
 
+def list_images(
+    tree: FileTree, names: list[str], split: str, classes: list[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Names (encoded as `ImageFolderReader` takes them) and labels of a split's images.
+
+    Args:
+        tree: the data set.
+        names: of all its files.
+        split: the folder that holds the split's class folders.
+        classes: names of all classes, in the order of their labels.
+
+    Raises:
+        UserError: where the folder is missing, or a class is empty or unknown.
+    """
+    if split not in tree.folders():
+        raise UserError(f"{tree.root} has no folder named {split}")
+    folders = tree.folders(split)
+    if not folders:
+        raise UserError(f"{tree.root} has no class folders in {split}")
+    label_of = {name: label for label, name in enumerate(classes)}
+    for folder in folders:
+        if folder not in label_of:
+            raise UserError(f"{tree.root} has a class {folder} in {split}, but not in {TRAIN}")
+    start = split + "/"
+    images = [n for n in names if n.startswith(start) and n.lower().endswith(SUFFIXES)]
+    images = [name for name in images if name.count("/") > 1]  # not those outside of classes
+    labels = np.array([label_of[name.split("/")[1]] for name in images], dtype=np.int64)
+    there = set(labels.tolist())
+    for folder in folders:
+        if label_of[folder] not in there:
+            raise UserError(f"{tree.root} has no images in {split}/{folder}")
+    return np.array([os.fsencode(name) for name in images]), labels
+
+
 def open_image_folder(
     config: DataConfig,
     *,
@@ -138,14 +172,14 @@ def open_image_folder(
     tree = FileTree.open(config.root, TRAIN)
     names = tree.names()
     classes = tree.folders(TRAIN)
-    train = _list_images(tree, names, TRAIN, classes)
+    train = list_images(tree, names, TRAIN, classes)
     if config.holdout:
         # So that recipes can be chosen without looking at the test set.
         positions = Split(torch.arange(len(train[0])), torch.from_numpy(train[1]))
         kept, held = (p.images.sort()[0].numpy() for p in hold_out(positions, config.holdout))
         train, evaluation = (train[0][kept], train[1][kept]), (train[0][held], train[1][held])
     else:
-        evaluation = _list_images(tree, names, _evaluation_folder(tree), classes)
+        evaluation = list_images(tree, names, _evaluation_folder(tree), classes)
     info = DataInfo(tuple(classes), (size, size), IMAGENET_MEAN, IMAGENET_STD)
 
     def loader(files: np.ndarray, labels: np.ndarray) -> WorkerLoader:
@@ -186,27 +220,3 @@ def _evaluation_folder(tree: FileTree) -> str:
         f"{tree.root} has no folder named {', '.join(EVALUATION[:-1])} or {EVALUATION[-1]}; "
         "data.holdout sets training images aside instead"
     )
-
-
-def _list_images(
-    tree: FileTree, names: list[str], split: str, classes: list[str]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Encoded names and labels of a split's images."""
-    if split not in tree.folders():
-        raise UserError(f"{tree.root} has no folder named {split}")
-    folders = tree.folders(split)
-    if not folders:
-        raise UserError(f"{tree.root} has no class folders in {split}")
-    label_of = {name: label for label, name in enumerate(classes)}
-    for folder in folders:
-        if folder not in label_of:
-            raise UserError(f"{tree.root} has a class {folder} in {split}, but not in {TRAIN}")
-    start = split + "/"
-    images = [n for n in names if n.startswith(start) and n.lower().endswith(SUFFIXES)]
-    images = [name for name in images if name.count("/") > 1]  # not those outside of classes
-    labels = np.array([label_of[name.split("/")[1]] for name in images], dtype=np.int64)
-    there = set(labels.tolist())
-    for folder in folders:
-        if label_of[folder] not in there:
-            raise UserError(f"{tree.root} has no images in {split}/{folder}")
-    return np.array([os.fsencode(name) for name in images]), labels
