@@ -241,6 +241,77 @@ def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool) -> No
     click.echo(f"report: {folder / REPORT_NAME}")
 
 
+@main.group()
+def bench() -> None:
+    """Measure speed: ratios from one interleaved run."""
+
+
+save_option = click.option(
+    "--save", type=click.Path(path_type=Path), help="Also write the figures, with their origin."
+)
+
+
+@bench.command("train")
+@click.argument("preset")
+@set_option
+@click.option("--rounds", type=int, default=5, help="Timed epochs of each kind.", show_default=True)
+@json_option
+@save_option
+def bench_train_verb(
+    preset: str, overrides: tuple[str, ...], rounds: int, as_json: bool, save: Path | None
+) -> None:
+    """Time epochs of PRESET: dense twin, joint stage and frozen stage."""
+    from deepmoe.bench.train import bench_train
+    from deepmoe.config import load_config
+
+    config = load_config(preset, overrides)
+    if rounds < 1:
+        raise UserError(f"--rounds must be at least 1, not {rounds}")
+    values = bench_train(config, rounds)
+    if save is not None:
+        from deepmoe.results import write_result
+
+        command = f"deepmoe bench train {preset} --rounds {rounds}"
+        write_result(save, values, command=command, seed=config.train.seed, device=values["device"])
+    if as_json:
+        click.echo(json.dumps(values, indent=2))
+        return
+    ratios = {"dense": 1.0, **values["ratio_to_dense"]}
+    rows = [
+        (name, f"{seconds:.3f}", f"{ratios[name]:.2f}", _phases(values, name))
+        for name, seconds in values["seconds_per_epoch"].items()
+    ]
+    _print_table(("kind", "seconds an epoch", "of dense", "ms a batch, by phase"), rows)
+
+
+@bench.command("input")
+@click.argument("root", required=False)
+@click.option("--images", type=int, default=400, show_default=True, help="How many to decode.")
+@json_option
+@save_option
+def bench_input_verb(root: str | None, images: int, as_json: bool, save: Path | None) -> None:
+    """Time decoding of image files in ROOT (made up if not given), beside torchvision's."""
+    from deepmoe.bench.input import bench_input
+
+    if images < 1:
+        raise UserError(f"--images must be at least 1, not {images}")
+    values = bench_input(root, images=images)
+    if save is not None:
+        from deepmoe.results import write_result
+
+        command = f"deepmoe bench input --images {images}"
+        write_result(save, values, command=command, seed=0, device="cpu")
+    if as_json:
+        click.echo(json.dumps(values, indent=2))
+    else:
+        _print_table(("", ""), [(key, str(value)) for key, value in values.items()])
+
+
+def _phases(values: dict[str, Any], name: str) -> str:
+    times = values["milliseconds_per_batch"][name]
+    return ", ".join(f"{phase} {time:.2f}" for phase, time in times.items())
+
+
 def _default_out(preset: str) -> Path:
     return Path("runs") / Path(preset).stem
 

@@ -113,6 +113,7 @@ class TrainConfig:
     compile: Literal["auto", "on", "off"] = "auto"  # auto: on CUDA
     sync_bn: bool = False  # batch norm over the whole batch, not over each device's part
     loss_limit: float = 1000.0  # a task loss above it, or NaN, stops the run
+    evaluate_epochs: int = 1  # an evaluation every so many epochs, and at the end
     checkpoint_epochs: int = 1  # a checkpoint every so many epochs, and at the end
     checkpoint_minutes: float = 10.0  # and within an epoch after so many minutes
     keep_checkpoints: int = 2  # newest ones of finished epochs; the best is kept besides
@@ -157,6 +158,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.target_macs": (TINY, 1e18),
     "train.channel_floor": (TINY, 1),
     "train.loss_limit": (TINY, HUGE),
+    "train.evaluate_epochs": (1, 1e6),
     "train.checkpoint_epochs": (1, 1e6),
     "train.checkpoint_minutes": (TINY, HUGE),
     "train.keep_checkpoints": (0, 1e6),

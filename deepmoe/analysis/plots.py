@@ -21,16 +21,21 @@ def loss_curves(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
     loss, accuracy = figure.subplots(1, 2)
     frozen: list[int] = []
     for name, metrics in runs.items():
-        epochs = [m["epoch"] for m in metrics]
-        loss.plot(epochs, [m["task_loss"] for m in metrics], label=f"{name}, training")
+        evaluated = [m for m in metrics if "accuracy" in m]
+        epochs = [m["epoch"] for m in evaluated]
+        loss.plot(
+            [m["epoch"] for m in metrics],
+            [m["task_loss"] for m in metrics],
+            label=f"{name}, training",
+        )
         loss.plot(
             epochs,
-            [m["evaluation_loss"] for m in metrics],
+            [m["evaluation_loss"] for m in evaluated],
             linestyle="--",
             color=loss.lines[-1].get_color(),
             label=f"{name}, evaluation",
         )
-        accuracy.plot(epochs, [100 * m["accuracy"] for m in metrics], label=name)
+        accuracy.plot(epochs, [100 * m["accuracy"] for m in evaluated], label=name)
         frozen += [m["epoch"] for m in metrics if m["stage"] == "finetune"]
     for axes in (loss, accuracy):
         if frozen:

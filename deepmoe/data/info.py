@@ -40,4 +40,4 @@ class DataInfo:
         device = images_BCHW.device
         if device.type == "cuda":  # without waiting for the copy
             mean, std = (t.pin_memory().to(device, non_blocking=True) for t in (mean, std))
-        return (images_BCHW.float() - mean) / std
+        return images_BCHW.float().sub(mean).div_(std)

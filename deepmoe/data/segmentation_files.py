@@ -71,18 +71,15 @@ class PairedFiles:
 
     tree: FileTree
     layout: Layout
-    top: str  # "", or the one folder that everything lies in, with a slash
     names: tuple[str, ...]
 
     @classmethod
     def open(cls, root: str, layout: Layout) -> "PairedFiles":
-        """Lists a folder or zip, which may hold everything in one top folder."""
-        tree = FileTree.open(root)
-        names = tree.names()
-        top = _top_folder(names, layout.images)
-        if top is None:
+        """Lists a folder or zip, which may hold everything in one outer folder."""
+        tree = FileTree.open(root, layout.images, layout.labels)
+        if layout.images not in tree.folders():
             raise UserError(f"{root} has no folder {layout.images}/SPLIT with images")
-        return cls(tree, layout, top, tuple(names))
+        return cls(tree, layout, tuple(tree.names()))
 
     def pairs(self, split: str) -> list[Pair]:
         """The pairs of a split, sorted; none where there is no such split.
@@ -101,7 +98,7 @@ class PairedFiles:
         """The layout's names, those of classes.txt, or numbers up to the largest label id."""
         if self.layout.class_names is not None:
             return self.layout.class_names
-        file = f"{self.top}classes.txt"
+        file = "classes.txt"
         if file in self.names:
             lines = self.tree.read(file).decode("utf-8", errors="replace").splitlines()
             names = tuple(line.strip() for line in lines if line.strip())
@@ -126,7 +123,7 @@ class PairedFiles:
         return found
 
     def _by_stem(self, folder: str, split: str, endings: tuple[str, ...]) -> dict[str, str]:
-        start = f"{self.top}{folder}/{split}/"
+        start = f"{folder}/{split}/"
         return {
             name[len(start) : -len(ending)]: name
             for name in self.names
@@ -171,15 +168,3 @@ def _decoding(what: str) -> Iterator[None]:
         raise Unreadable(f"{what} is not an image file") from error
     except Exception as error:  # damaged files make zip and decoders raise almost anything
         raise Unreadable(f"{what} is damaged ({error})") from error
-
-
-def _top_folder(names: Sequence[str], folder: str) -> str | None:
-    """What stands before `folder` in the names: "", one top folder and a slash, or `None`."""
-    tops = set()
-    for name in names:
-        first, _, rest = name.partition("/")
-        if first == folder:
-            return ""
-        if rest.startswith(f"{folder}/"):
-            tops.add(f"{first}/")
-    return tops.pop() if len(tops) == 1 else None

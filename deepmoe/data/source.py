@@ -1,17 +1,19 @@
 """A data set by name: what it is, and loaders to train and to evaluate with."""
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
 from deepmoe.config import DataConfig
 from deepmoe.data.cifar import read_cifar
 from deepmoe.data.digits import DIGITS_SIZE, read_digits
+from deepmoe.data.image_folder import open_image_folder
 from deepmoe.data.info import DataInfo
 from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import WHOLE, BatchLoader, Shard
 from deepmoe.data.segmentation import open_segmentation
-from deepmoe.data.split import Split
+from deepmoe.data.split import Split, hold_out
 from deepmoe.errors import UserError
 
 
@@ -37,8 +39,8 @@ def open_data(
     Raises:
         UserError: where the data is missing, damaged or not what it should be.
     """
-    if config.name in ("segmentation-pairs", "cityscapes"):
-        source = open_segmentation(
+    if config.name in _OPEN_FILES:
+        source = _OPEN_FILES[config.name](
             config, batch_size=batch_size, seed=seed, device=device, shard=shard
         )
     else:
@@ -83,6 +85,11 @@ def _open_in_memory(
 
 
 EVALUATION_BATCH = 500
+_OPEN_FILES: dict[str, Callable[..., DataSource]] = {
+    "image-folder": open_image_folder,
+    "segmentation-pairs": open_segmentation,
+    "cityscapes": open_segmentation,
+}
 
 
 def _measure(train: Split, names: tuple[str, ...]) -> DataInfo:
@@ -94,18 +101,3 @@ def _measure(train: Split, names: tuple[str, ...]) -> DataInfo:
     std = (square - mean.square()).clamp_min(1e-6).sqrt()
     size = (train.images.shape[2], train.images.shape[3])
     return DataInfo(names, size, tuple(mean.tolist()), tuple(std.tolist()))
-
-
-def hold_out(train: Split, count: int) -> tuple[Split, Split]:
-    """Sets `count` images aside, spread evenly over the classes; returns the rest and them."""
-    if count >= len(train):
-        raise UserError(f"data.holdout is {count}, but there are only {len(train)} training images")
-    # Sorted by position within the class, the first `count` images are spread evenly over classes.
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
-    labels = train.labels[order]
-    rank = torch.zeros_like(labels)
-    for label in labels.unique():
-        of_class = labels == label
-        rank[of_class] = torch.arange(int(of_class.sum()))
-    order = order[torch.argsort(rank, stable=True)]
-    return train[order[count:]], train[order[:count]]

@@ -11,12 +11,11 @@ from deepmoe.costs import count_costs
 from deepmoe.data import DataSource, open_data
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
-from deepmoe.registry import model_from_config
 from deepmoe.training.checkpoint import CheckpointStore, load_checkpoint, write_atomically
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
 from deepmoe.training.log import METRICS_NAME, RunLog
 from deepmoe.training.state import TrainState
-from deepmoe.training.trainer import Result, Trainer, make_optimizer
+from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,8 @@ def fit(
         device=fabric.device,
         shard=shard_of(fabric),
     )
-    if fabric.device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
-    torch.manual_seed(train.seed)
-    model = model_from_config(config, data.info.classes).to(fabric.device)
+    model = make_model(config, data.info.classes, fabric.device)
     count_costs(model, data.info.size)  # tells at once if the images are too small for the network
-    if fabric.device.type == "cuda":
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = make_optimizer(model, train)
     state = TrainState()
     if resume and store.last.exists():
@@ -121,6 +115,7 @@ _FREE_KEYS = {
     "data.workers",
     "train.device",
     "train.compile",
+    "train.evaluate_epochs",
     "train.checkpoint_epochs",
     "train.checkpoint_minutes",
     "train.keep_checkpoints",

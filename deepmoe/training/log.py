@@ -120,10 +120,12 @@ def _make_writer(folder: Path, finished: int) -> Any:
 def _sentence(title: str, metrics: dict[str, Any], total_epochs: int) -> str:
     text = (
         f"{title} epoch {metrics['epoch']}/{total_epochs} ({metrics['stage']}): "
-        f"loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.2%}"
+        f"loss {metrics['loss']:.3f}"
     )
-    if metrics["active"] < 1 or metrics["embedding_accuracy"] is not None:
-        text += f", MACs {metrics['macs_share']:.1%}, active {metrics['active']:.1%}"
+    if "accuracy" in metrics:  # not every epoch is evaluated
+        text += f", {'mean IoU' if 'iou' in metrics else 'accuracy'} {metrics['accuracy']:.2%}"
+        if metrics["active"] < 1 or metrics["embedding_accuracy"] is not None:
+            text += f", MACs {metrics['macs_share']:.1%}, active {metrics['active']:.1%}"
     if metrics.get("skipped_images"):
         text += f", {metrics['skipped_images']} images skipped"
     return text + f", {metrics['seconds']:.1f} s"

@@ -15,6 +15,7 @@ from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import TrainingDiverged, TrainingInterrupted
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE
+from deepmoe.registry import model_from_config
 from deepmoe.training.budget import MacsBudget
 from deepmoe.training.checkpoint import CheckpointStore, save_checkpoint
 from deepmoe.training.distributed import any_process
@@ -85,20 +86,29 @@ class Trainer:
         for stage in stages(self.config.train):
             if self.state.epoch >= stage.end:
                 continue
-            set_stage(self.model, stage)
-            wrapped, optimizer = self.fabric.setup(self._compiled(), self.optimizer)
+            wrapped, optimizer = self.prepare(stage)
             for epoch in range(max(self.state.epoch, stage.start), stage.end):
                 self._run_epoch(wrapped, optimizer, stage, epoch)
 
+    def prepare(self, stage: Stage) -> tuple[nn.Module, Any]:
+        """Model and optimiser as a stage trains them: compiled, wrapped, frozen where it is."""
+        set_stage(self.model, stage)
+        return self.fabric.setup(self._compiled(), self.optimizer)
+
     def _run_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> None:
         start = time.perf_counter()
-        sums = self._train_epoch(wrapped, optimizer, stage, epoch)
+        sums = self.train_epoch(wrapped, optimizer, stage, epoch)
         losses = self._means(sums)
         if self.budget is not None and epoch + 1 == self.config.train.epochs:
             self.budget.calibrate(self.model, self.data.train)
-        self.result = self._evaluate()
-        is_best = self.state.best is None or self.result.accuracy > self.state.best
-        best = self.result.accuracy if is_best else self.state.best
+        train = self.config.train
+        last = epoch + 1 == train.total_epochs
+        self.result = None
+        is_best = False
+        if (epoch + 1) % train.evaluate_epochs == 0 or last:
+            self.result = self._evaluate()
+            is_best = self.state.best is None or self.result.accuracy > self.state.best
+        best = self.result.accuracy if self.result and is_best else self.state.best
         self.state = TrainState(epoch=epoch + 1, best=best)
         if self.log is not None:
             metrics = {
@@ -106,19 +116,17 @@ class Trainer:
                 "stage": stage.name,
                 "lr": learning_rate(self.config.train, epoch),
                 **losses,
-                **_reported(self.result),
-                "evaluated_on": self.data.evaluation_name,
+                **(_reported(self.result, self.data.evaluation_name) if self.result else {}),
                 "skipped_images": self.data.train.skipped + self.data.evaluation.skipped,
                 "seconds": round(time.perf_counter() - start, 3),
             }
             self.log.write(metrics, self.config.train.total_epochs)
-        every, last = self.config.train.checkpoint_epochs, self.config.train.total_epochs
-        if (epoch + 1) % every == 0 or epoch + 1 == last:
+        if (epoch + 1) % train.checkpoint_epochs == 0 or last:
             self._save()
             if self.fabric.is_global_zero:
                 self.store.keep_epoch(epoch + 1, is_best=is_best)
 
-    def _train_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> Tensor:
+    def train_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> Tensor:
         """Trains from the state's batch on; returns sums of loss parts, hits and labels."""
         set_stage(self.model, stage)
         device, loader = self.fabric.device, self.data.train
@@ -237,6 +245,16 @@ def set_stage(model: DeepMoE, stage: Stage) -> None:
         module.train(not stage.frozen)
 
 
+def make_model(config: RunConfig, classes: int, device: torch.device) -> DeepMoE:
+    """A new model by the run's seed, on its device, in the memory format that is fast there."""
+    torch.manual_seed(config.train.seed)
+    model = model_from_config(config, classes).to(device)
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
 def make_optimizer(model: DeepMoE, train: TrainConfig) -> torch.optim.SGD:
     """SGD with momentum. Gate heads get no weight decay: the L1 term is their regulariser."""
     heads = list(model.heads.parameters()) if model.heads is not None else []
@@ -269,7 +287,12 @@ def evaluate_on(model: DeepMoE, data: DataSource) -> Result:
     return evaluate(model, data.evaluation)
 
 
-def _reported(result: Result) -> dict[str, Any]:
+def _reported(result: Result, evaluated_on: str) -> dict[str, Any]:
     values = result.as_dict()
     values["evaluation_loss"] = values.pop("loss")
-    return {**values, "accuracy": result.accuracy, "embedding_accuracy": result.embedding_accuracy}
+    return {
+        **values,
+        "accuracy": result.accuracy,
+        "embedding_accuracy": result.embedding_accuracy,
+        "evaluated_on": evaluated_on,
+    }

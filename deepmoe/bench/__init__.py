@@ -1,0 +1,1 @@
+"""Speed, as figures and ratios measured side by side in one run."""
