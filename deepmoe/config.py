@@ -109,7 +109,7 @@ class TrainConfig:
     budget_by_cost: bool = False  # press harder where a channel costs more
     channel_floor: float = 0.05  # share of each layer's channels that a budget leaves running
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "32-true", "bf16-mixed"] = "auto"  # auto: bf16-mixed on CUDA
+    precision: Literal["auto", "64-true", "32-true", "bf16-mixed"] = "auto"  # bf16-mixed on CUDA
     compile: Literal["auto", "on", "off"] = "auto"  # auto: on CUDA
     sync_bn: bool = False  # batch norm over the whole batch, not over each device's part
     loss_limit: float = 1000.0  # a task loss above it, or NaN, stops the run

@@ -108,12 +108,11 @@ def macs_of_counts(active_BL: Tensor, quadratic: Tensor) -> Tensor:
 @torch.inference_mode()
 def expected_macs(model: DeepMoE, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
     """Mean MACs an image over a loader of (images, labels); only the routing networks run."""
-    device = next(model.parameters()).device
     total, images = 0, 0
     with evaluation_mode(model):
         for x_BCHW, _ in batches:
             size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
-            gates, _ = model.route(x_BCHW.to(device))
+            gates, _ = model.route(model.placed(x_BCHW))
             if gates is None:
                 total += count_macs(model, size) * len(x_BCHW)
             else:

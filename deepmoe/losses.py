@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepmoe.config import LossConfig, Schedule, value_at
 from deepmoe.model import DeepMoEOutput
+from deepmoe.ops import at_least_single
 
 
 class LossParts(NamedTuple):
@@ -70,7 +71,7 @@ class DeepMoELoss:
     def __call__(self, output: DeepMoEOutput, targets: Tensor, epoch: float = 0.0) -> LossParts:
         """Evaluates the objective for a batch at a (fractional) epoch of the schedules."""
         task = F.cross_entropy(
-            output.logits.float(),
+            at_least_single(output.logits),
             targets,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
@@ -82,7 +83,7 @@ class DeepMoELoss:
             if self.balance:
                 balance = load_imbalance(output.gates)
         if output.embedding_logits is not None:
-            embedding = _image_cross_entropy(output.embedding_logits.float(), targets)
+            embedding = _image_cross_entropy(at_least_single(output.embedding_logits), targets)
         total = (
             task
             + value_at(self.sparsity, epoch) * gates
@@ -102,7 +103,7 @@ def _image_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def gate_l1(gates: Sequence[Tensor], reduction: Literal["sum", "mean"] = "sum") -> Tensor:
     """sum_l ||g^l||_1 for the average image; `mean` divides each layer by its channels."""
-    norms = [g.float().abs().sum(dim=1).mean() for g in gates]
+    norms = [at_least_single(g).abs().sum(dim=1).mean() for g in gates]
     if reduction == "mean":
         norms = [norm / max(1, g.shape[1]) for norm, g in zip(norms, gates, strict=True)]
     return torch.stack(norms).sum()
@@ -110,7 +111,7 @@ def gate_l1(gates: Sequence[Tensor], reduction: Literal["sum", "mean"] = "sum") 
 
 def load_imbalance(gates: Sequence[Tensor]) -> Tensor:
     """Squared coefficient of variation of each expert's total gate, averaged over layers."""
-    totals = [g.float().sum(dim=0) for g in gates if g.shape[1]]
+    totals = [at_least_single(g).sum(dim=0) for g in gates if g.shape[1]]
     return torch.stack(
         [t.var(correction=0) / t.mean().square().clamp_min(1e-10) for t in totals]
     ).mean()

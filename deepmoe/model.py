@@ -48,6 +48,10 @@ class DeepMoE(nn.Module):
         """False for a dense network."""
         return self.embedding is not None
 
+    def placed(self, x_BCHW: Tensor) -> Tensor:
+        """Images where the model is, in its precision."""
+        return x_BCHW.to(next(self.parameters()))
+
     def route(self, x_BCHW: Tensor) -> tuple[Gates | None, Tensor | None]:
         """The gates of every layer and the embedding's class logits, before the base network."""
         if self.embedding is None or self.heads is None:

@@ -172,10 +172,11 @@ def test_bad_images_get_one_sentence_and_code_2(checkpoint, tmp_path) -> None:
     assert_refused(deepmoe("predict", checkpoint, tmp_path / "none.png"), "cannot read image")
     (tmp_path / "text.png").write_text("not an image")
     assert_refused(deepmoe("predict", checkpoint, tmp_path / "text.png"), "is not an image")
-    plain = Image.new("1", (8, 8))
-    plain.save(tmp_path / "bomb.png")
-    header = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + b"\0\0\xea\x60" * 2 + b"\x08\x02\0\0\0"
-    (tmp_path / "bomb.png").write_bytes(header + zlib.crc32(header[12:]).to_bytes(4, "big"))
+    Image.new("1", (8, 8)).save(tmp_path / "bomb.png")
+    bomb = bytearray((tmp_path / "bomb.png").read_bytes())
+    bomb[16:24] = (60000).to_bytes(4, "big") * 2  # width and height in the header
+    bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4, "big")
+    (tmp_path / "bomb.png").write_bytes(bomb)
     assert_refused(deepmoe("predict", checkpoint, tmp_path / "bomb.png"), "cannot read image")
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from deepmoe.errors import UserError
 from deepmoe.layers.description import Layer, linear_layer
 from deepmoe.layers.gated_conv import GatedConv
+from deepmoe.ops import at_least_single
 
 CIFAR_WIDTHS = (64, 64, 128, 256)
 IMAGENET_WIDTHS = (16, 32, 64, 128, 256)  # 1.6 % of ResNet-50's MACs
@@ -55,8 +56,7 @@ class ShallowEmbedding(nn.Module):
         """Returns the mixture weights e_BD (on the simplex) and the class logits of L_e."""
         z_BD = self.project(self.convs(x_BCHW).mean(dim=(2, 3)))
         # At least in single precision: what the gates are made of must not be coarse.
-        precise = torch.promote_types(z_BD.dtype, torch.float32)
-        e_BD = F.softmax(z_BD / self._temperatures(z_BD), dim=-1, dtype=precise)
+        e_BD = F.softmax(at_least_single(z_BD) / self._temperatures(z_BD), dim=-1)
         if self.form == "classes":
             return e_BD, z_BD
         return e_BD, self.classifier(e_BD.to(self.project.weight.dtype))

@@ -44,8 +44,9 @@ class GatedConv(nn.Module):
         y = self._convolve(x_BCHW)
         if self.conv.out_channels:
             y = self.bn(y)
-        y = scale_channels(y, g_BC)
-        return F.relu(y) if self.relu else y
+        # ReLU and gate may change places, as gates are not negative. This way round, the gradient
+        # of a closed gate is not lost in a ReLU of zero, and it may open again.
+        return scale_channels(F.relu(y) if self.relu else y, g_BC)
 
     def _convolve(self, x_BCHW: Tensor) -> Tensor:
         if self.conv.in_channels and self.conv.out_channels:

@@ -12,6 +12,7 @@ only ever opened.
 from collections.abc import Iterable
 
 import torch
+from lightning_fabric import Fabric
 from torch import Tensor
 
 from deepmoe.config import TrainConfig
@@ -74,12 +75,20 @@ class MacsBudget:
         return 1.0 + done * (self.target - 1.0)
 
     @torch.no_grad()
-    def step(self, gates: Gates, progress: float) -> None:
-        """Moves the thresholds after a training step, by the gates of its batch."""
+    def step(self, gates: Gates, progress: float, fabric: Fabric | None = None) -> None:
+        """Moves the thresholds after a training step, by the gates of its batch.
+
+        Args:
+            gates: of the batch, or of this process's part of it.
+            progress: of the joint stage, 0 to 1.
+            fabric: where several processes share a batch.
+        """
         active = self._active(torch.cat(gates, dim=1) > 0)
-        share = self._share(active).mean()
-        error = (share - self.goal(progress)).expand(len(self.widths))
-        lack = self.floor - active.mean(dim=0) / self.widths
+        means = torch.cat([self._share(active).mean()[None], active.mean(dim=0)])
+        if fabric is not None and fabric.world_size > 1:
+            means = torch.as_tensor(fabric.all_reduce(means, reduce_op="mean"))
+        error = (means[0] - self.goal(progress)).expand(len(self.widths))
+        lack = self.floor - means[1:] / self.widths
         error = torch.where(lack >= 0, torch.minimum(error, -lack - 0.01), error)
         self._raise_thresholds(self.gain * error * self.pressure * self._scales())
 
@@ -93,7 +102,7 @@ class MacsBudget:
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             shift = torch.minimum(middle * direction, highest)
-            share = self._share(self._active(scores > shift[self.layer_of].float())).mean()
+            share = self._share(self._active(scores > shift[self.layer_of])).mean()
             low, high = (middle, high) if float(share) > self.target else (low, middle)
         self._raise_thresholds(torch.minimum(low * direction, highest))
 
@@ -130,8 +139,8 @@ class MacsBudget:
         training = model.embedding.training
         model.embedding.eval()
         for x_BCHW, _ in batches:
-            e_BD, _ = model.embedding(x_BCHW)
-            found.append(e_BD.float() @ self.heads.weight.T)
+            e_BD, _ = model.embedding(model.placed(x_BCHW))
+            found.append(e_BD.to(self.heads.weight.dtype) @ self.heads.weight.T)
             images += len(e_BD)
             if images >= CALIBRATION_IMAGES:
                 break

@@ -135,6 +135,8 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     config, info, state = _parse_header(path, header)
     with torch.device("meta"):
         model = model_from_config(config, info.classes)
+    if config.train.precision == "64-true":
+        model.double()
     weights = _with_prefix(tensors, "model.")
     optimizer_state: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in _with_prefix(tensors, "optimizer.").items():

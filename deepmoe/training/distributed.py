@@ -49,6 +49,12 @@ def any_process(fabric: Fabric, flag: bool) -> bool:
     return bool(torch.as_tensor(total) > 0)
 
 
+def copy_from_first(fabric: Fabric, tensor: Tensor) -> None:
+    """Gives every process the first one's values, in place."""
+    if fabric.world_size > 1:
+        distributed.broadcast(tensor.data, src=0)
+
+
 def synchronise_bn(model: nn.Module, fabric: Fabric) -> None:
     """Makes batch norm see the whole batch: several devices then train as one would."""
     if fabric.world_size == 1:
@@ -71,9 +77,9 @@ class _SyncBatchNorm2d(nn.BatchNorm2d):
         assert self.num_batches_tracked is not None
         count = x_BCHW.numel() / x_BCHW.shape[1] * distributed.get_world_size()
         dims = (0, 2, 3)
-        mean = _SumOverProcesses.apply(x_BCHW.float().sum(dim=dims)) / count
+        mean = _SumOverProcesses.apply(x_BCHW.sum(dim=dims)) / count
         centred = x_BCHW - mean[:, None, None]
-        variance = _SumOverProcesses.apply(centred.float().square().sum(dim=dims)) / count
+        variance = _SumOverProcesses.apply(centred.square().sum(dim=dims)) / count
         with torch.no_grad():
             momentum = self.momentum if self.momentum is not None else 0.1
             self.running_mean.lerp_(mean, momentum)

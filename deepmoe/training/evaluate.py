@@ -60,7 +60,7 @@ def evaluate(model: DeepMoE, batches: Batches) -> EvalResult:
     images, size = SumMetric().to(device).set_dtype(torch.float64), (0, 0)
     with evaluation_mode(model):
         for x_BCHW, labels in batches:
-            x_BCHW, labels = x_BCHW.to(device), labels.to(device)
+            x_BCHW, labels = model.placed(x_BCHW), labels.to(device)
             size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
             output = model(x_BCHW)
             accuracy.update(output.logits, labels)
@@ -101,13 +101,12 @@ def collect_gates(model: DeepMoE, batches: Batches, class_names: tuple[str, ...]
     """Records every image's gates, prediction and cost."""
     if not model.gated:
         raise ValueError("a dense network has no gates to record")
-    device = next(model.parameters()).device
     labels, predictions, macs, gates = [], [], [], []
     size = (0, 0)
     with evaluation_mode(model):
         for x_BCHW, y in batches:
             size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
-            output = model(x_BCHW.to(device))
+            output = model(model.placed(x_BCHW))
             labels.append(y.cpu().numpy())
             predictions.append(output.logits.argmax(dim=1).cpu().numpy())
             macs.append(count_macs(model, size, output.gates).cpu().numpy())

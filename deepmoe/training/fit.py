@@ -101,6 +101,7 @@ def _restore(
     changed = _changed_keys(checkpoint.config, config)
     if changed:
         raise UserError(f"{path} is from a run with other settings of {', '.join(changed)}")
+    model.to(next(checkpoint.model.parameters()).dtype)
     model.load_state_dict(checkpoint.model.state_dict())
     for name, parameter in model.named_parameters():
         for key, value in checkpoint.optimizer_state.get(name, {}).items():

@@ -26,10 +26,9 @@ class Prediction:
 def predict(checkpoint: Checkpoint, images: Sequence[str | Path]) -> list[Prediction]:
     """Classifies image files, each resized to the size the model was trained on."""
     model, info = checkpoint.model, checkpoint.info
-    device = next(model.parameters()).device
     predictions = []
     for path in images:
-        x_BCHW = info.normalise(read_image(path, info.size)[None].to(device))
+        x_BCHW = model.placed(info.normalise(read_image(path, info.size)[None]))
         output = model(x_BCHW)
         probability, index = output.logits.float().softmax(dim=1)[0].max(dim=0)
         gated = output.gates is not None

@@ -76,7 +76,7 @@ def evaluate_segmentation(
     macs, dense_macs, active = (MeanMetric().to(device).set_dtype(torch.float64) for _ in range(3))
     with evaluation_mode(model):
         for x_BCHW, labels_BHW in batches:
-            x_BCHW, labels_BHW = x_BCHW.to(device), labels_BHW.to(device)
+            x_BCHW, labels_BHW = model.placed(x_BCHW), labels_BHW.to(device)
             size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
             output = model(x_BCHW)
             confusion.update(output.logits.argmax(dim=1), labels_BHW)

@@ -18,7 +18,7 @@ from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
 from deepmoe.training.budget import MacsBudget
 from deepmoe.training.checkpoint import CheckpointStore, save_checkpoint
-from deepmoe.training.distributed import any_process
+from deepmoe.training.distributed import any_process, copy_from_first
 from deepmoe.training.evaluate import EvalResult, evaluate
 from deepmoe.training.interrupts import Interrupts
 from deepmoe.training.log import RunLog
@@ -101,6 +101,7 @@ class Trainer:
         losses = self._means(sums)
         if self.budget is not None and epoch + 1 == self.config.train.epochs:
             self.budget.calibrate(self.model, self.data.train)
+            copy_from_first(self.fabric, self.budget.heads.weight)  # each saw images of its own
         train = self.config.train
         last = epoch + 1 == train.total_epochs
         self.result = None
@@ -134,7 +135,8 @@ class Trainer:
         objective = DeepMoELoss.from_config(
             self.config.loss, frozen=stage.frozen, ignore_index=ignore
         )
-        sums = torch.tensor(self.state.sums or (0.0,) * (len(LossParts._fields) + 3), device=device)
+        zeros = (0.0,) * (len(LossParts._fields) + 3)
+        sums = torch.tensor(self.state.sums or zeros, dtype=torch.float64, device=device)
         first = self.state.batch
         for batch, (x_BCHW, labels) in enumerate(loader.epoch(epoch, first), start=first):
             # Noise inside the model depends on seed and batch alone: a resumed run repeats it.
@@ -148,7 +150,7 @@ class Trainer:
             self.fabric.backward(parts.total)
             optimizer.step()
             if self.budget is not None and not stage.frozen:
-                self.budget.step(output.gates, now / self.config.train.epochs)
+                self.budget.step(output.gates, now / self.config.train.epochs, self.fabric)
             sums += batch_figures(parts, output.logits, labels, ignore)
             self._after_batch(epoch, batch + 1, sums, output.gates)
         return sums
@@ -277,7 +279,8 @@ def batch_figures(parts: LossParts, logits: Tensor, labels: Tensor, ignore: int)
     counted = labels != ignore
     hits = ((logits.detach().argmax(dim=1) == labels) & counted).sum()
     ones = torch.ones_like(parts.total)
-    return torch.stack([*(part.detach() for part in parts), hits, counted.sum(), ones]).float()
+    figures = [*(part.detach() for part in parts), hits, counted.sum(), ones]
+    return torch.stack([figure.double() for figure in figures])
 
 
 def evaluate_on(model: DeepMoE, data: DataSource) -> Result:

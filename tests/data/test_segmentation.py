@@ -301,7 +301,7 @@ def test_bad_roots_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         open_pairs(tmp_path / "nowhere")
     (tmp_path / "file.zip").write_bytes(b"not a zip")
-    with pytest.raises(UserError, match="neither a folder nor a readable zip"):
+    with pytest.raises(UserError, match="neither a folder nor a zip file"):
         open_pairs(tmp_path / "file.zip")
     with pytest.raises(UserError, match="no folder images/SPLIT"):
         open_pairs(tmp_path)

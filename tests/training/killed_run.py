@@ -1,4 +1,4 @@
-"""Trains, and kills itself with SIGKILL at a chosen point: `killed_run.py OUT POINT N [N]`."""
+"""Trains, and does something to itself at a chosen point: `killed_run.py OUT ACTION N [N]`."""
 
 import os
 import signal
@@ -7,27 +7,28 @@ import sys
 from helpers import tiny_config
 
 from deepmoe.data import BatchLoader
+from deepmoe.errors import UserError
 from deepmoe.training import checkpoint, fit
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
 
 
-def die_at_batch(epoch: int, batch: int) -> None:
-    """Dies before this batch of this epoch."""
+def signal_at_batch(number: signal.Signals, epoch: int, batch: int) -> None:
+    """Sends itself a signal before this batch of this epoch."""
     original = BatchLoader.epoch
 
-    def epoch_until_death(self, number, start=0):
-        for i, item in enumerate(original(self, number, start), start):
-            if (number, i) == (epoch, batch):
-                die()
+    def epoch_with_signal(self, which, start=0):
+        for i, item in enumerate(original(self, which, start), start):
+            if (which, i) == (epoch, batch):
+                send(number)
             yield item
 
-    BatchLoader.epoch = epoch_until_death
+    BatchLoader.epoch = epoch_with_signal
 
 
-def die_at_write(count: int) -> None:
+def kill_at_write(count: int) -> None:
     """Dies in the count-th file that is written, before it takes its name."""
     left = [count]
     original = os.fsync
@@ -35,13 +36,23 @@ def die_at_write(count: int) -> None:
     def fsync_until_death(descriptor):
         left[0] -= 1
         if left[0] == 0:
-            die()
+            send(signal.SIGKILL)
         original(descriptor)
 
     checkpoint.os.fsync = fsync_until_death
 
 
+ACTIONS = {
+    "kill-batch": lambda *at: signal_at_batch(signal.SIGKILL, *at),
+    "term-batch": lambda *at: signal_at_batch(signal.SIGTERM, *at),
+    "int-batch": lambda *at: signal_at_batch(signal.SIGINT, *at),
+    "kill-write": kill_at_write,
+}
+
 if __name__ == "__main__":
-    out, point, *numbers = sys.argv[1:]
-    {"batch": die_at_batch, "write": die_at_write}[point](*map(int, numbers))
-    fit(tiny_config(), out, resume=True, quiet=True)
+    out, action, *numbers = sys.argv[1:]
+    ACTIONS[action](*map(int, numbers))
+    try:
+        fit(tiny_config(), out, resume=True, quiet=True)
+    except UserError as error:
+        sys.exit(error.exit_code)

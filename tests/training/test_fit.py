@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,8 +11,8 @@ from helpers import tiny_config
 from safetensors.torch import load_file
 
 from deepmoe.config import RunConfig
-from deepmoe.errors import UserError
-from deepmoe.training import FitResult, fit, load_checkpoint
+from deepmoe.errors import TrainingDiverged, UserError
+from deepmoe.training import FitResult, fit, load_checkpoint, save_checkpoint, trainer
 from deepmoe.training.log import read_metrics
 
 TESTS = Path(__file__).parents[1]
@@ -60,24 +61,133 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(whole_run, tmp_pa
     assert without_time(other.metrics) != without_time(whole_run.metrics)
 
 
-# The files of a run: 1 config.toml, 2 metrics.jsonl, then a checkpoint an epoch: 3, 4 | 5, 6.
-@pytest.mark.parametrize(
-    "point",
-    [("batch", 0, 2), ("write", 3), ("batch", 1, 0), ("write", 4), ("batch", 2, 1), ("write", 6)],
-    ids=lambda point: "-".join(map(str, point)),
-)
-def test_a_killed_run_resumes_to_the_same_weights(point, whole_run, tmp_path) -> None:
+def run_and(out: Path, *action: object) -> int:
+    """Trains in another process that does something to itself; returns its exit code."""
     script = TESTS / "training" / "killed_run.py"
     paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    killed = subprocess.run(
-        [sys.executable, script, tmp_path, *map(str, point)],
-        env=os.environ | threads | {"PYTHONPATH": paths},
-    )
-    assert killed.returncode == -signal.SIGKILL
+    command = [sys.executable, script, out, *map(str, action)]
+    return subprocess.run(command, env=os.environ | threads | {"PYTHONPATH": paths}).returncode
+
+
+# The files of a run: 1 config.toml, 2 metrics.jsonl, then a checkpoint an epoch: 3, 4 | 5, 6.
+@pytest.mark.parametrize(
+    "action",
+    [
+        ("kill-batch", 0, 2),
+        ("kill-write", 3),
+        ("kill-batch", 1, 0),
+        ("kill-write", 4),
+        ("kill-batch", 2, 1),
+        ("kill-write", 6),
+    ],
+    ids=lambda action: "-".join(map(str, action)),
+)
+def test_a_killed_run_resumes_to_the_same_weights(action, whole_run, tmp_path) -> None:
+    assert run_and(tmp_path, *action) == -signal.SIGKILL
     resumed = run(tiny_config(), tmp_path, resume=True)
     assert_same_weights(resumed.checkpoint, whole_run.checkpoint)
     assert without_time(resumed.metrics) == without_time(whole_run.metrics)
+
+
+@pytest.mark.parametrize("action", [("term-batch", 1, 3), ("int-batch", 3, 0)], ids=str)
+def test_a_signal_saves_within_the_epoch_and_has_its_own_exit_code(
+    action, whole_run, tmp_path
+) -> None:
+    assert run_and(tmp_path, *action) == 75
+    state = load_checkpoint(tmp_path / "last.safetensors").state
+    assert (state.epoch, state.batch) == (action[1], action[2] + 1)
+    resumed = run(tiny_config(), tmp_path, resume=True)
+    assert_same_weights(resumed.checkpoint, whole_run.checkpoint)
+    assert without_time(resumed.metrics) == without_time(whole_run.metrics)
+
+
+def test_checkpoints_within_an_epoch_by_time(whole_run, tmp_path, monkeypatch) -> None:
+    saved = []
+    original = trainer.save_checkpoint
+    monkeypatch.setattr(
+        trainer,
+        "save_checkpoint",
+        lambda path, model, config, info, state, **rest: (
+            saved.append((state.epoch, state.batch)),
+            original(path, model, config, info, state, **rest),
+        ),
+    )
+    always = run(tiny_config("train.checkpoint_minutes=1e-9"), tmp_path)
+    assert saved[:6] == [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 0)]
+    ours, theirs = (r.model.state_dict() for r in (always, whole_run))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path) -> None:
+    result = run(tiny_config("train.epochs=4", "train.keep_checkpoints=2"), tmp_path)
+    kept = sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    epochs = ["epoch-0005.safetensors", "epoch-0006.safetensors"]
+    assert kept == ["best.safetensors", *epochs, "last.safetensors"]
+    assert_same_weights(tmp_path / epochs[1], result.checkpoint)
+    best = max(m["accuracy"] for m in read_metrics(result.metrics))
+    assert load_checkpoint(tmp_path / "best.safetensors").state.best == best
+
+
+def test_a_loss_beyond_hope_stops_the_run_and_names_the_last_good_checkpoint(tmp_path) -> None:
+    run(tiny_config("train.epochs=1", "train.finetune_epochs=0"), tmp_path)
+    wild = tiny_config("train.lr=1000", "train.loss_limit=50", "train.schedule=constant")
+    checkpoint = load_checkpoint(tmp_path / "last.safetensors")
+    save_checkpoint(
+        tmp_path / "last.safetensors", checkpoint.model, wild, checkpoint.info, checkpoint.state
+    )
+    with pytest.raises(TrainingDiverged, match=r"good checkpoint is .*last.safetensors") as e:
+        run(wild, tmp_path, resume=True)
+    assert e.value.exit_code == 3
+    finite = load_file(tmp_path / "last.safetensors")
+    assert all(t.isfinite().all() for t in finite.values())
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path, monkeypatch) -> None:
+    run(tiny_config("train.epochs=1", "train.finetune_epochs=0"), tmp_path)
+    path = tmp_path / "last.safetensors"
+    content = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    former = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    loaded = load_checkpoint(path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) // 2, limits[1]))
+        with pytest.raises(UserError, match=r"cannot write .*: .*before it is whole"):
+            save_checkpoint(path, loaded.model, loaded.config, loaded.info, loaded.state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, former)
+    assert path.read_bytes() == content
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_run_on_a_full_file_system(tmp_path) -> None:
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "small", tmp_path])
+    if mount.returncode:
+        pytest.skip("this machine does not let us mount a file system")
+    try:
+        (tmp_path / "ballast").write_bytes(b"0" * 900_000)
+        with pytest.raises(UserError, match="No space left on device"):
+            run(tiny_config(), tmp_path / "run")
+        (tmp_path / "ballast").unlink()
+        run(tiny_config("train.keep_checkpoints=0"), tmp_path / "run", resume=True)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_tensorboard_gets_every_figure(tmp_path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = run(tiny_config("train.tensorboard=true", "train.evaluate_epochs=3"), tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("task_loss")] == [1, 2, 3, 4]
+    assert [e.step for e in events.Scalars("accuracy")] == [3, 4]
+    metrics = read_metrics(result.metrics)
+    assert events.Scalars("loss")[0].value == pytest.approx(metrics[0]["loss"])
+    assert ["accuracy" in m for m in metrics] == [False, False, True, True]
 
 
 def test_a_metrics_line_cut_short_is_dropped(whole_run, tmp_path) -> None:

@@ -1,0 +1,126 @@
+import pytest
+import torch
+from helpers import tiny_config
+
+from deepmoe.config import TrainConfig
+from deepmoe.costs import active_share, count_macs
+from deepmoe.errors import UserError
+from deepmoe.registry import create_model
+from deepmoe.training import fit
+from deepmoe.training.budget import MacsBudget
+
+SMALL = (
+    "model.widths=[16, 16, 16, 16, 16, 16, 16, 16, 16]",
+    "loss.sparsity=0",
+    "train.epochs=10",
+    "train.finetune_epochs=1",
+    "train.batch_size=64",
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "init", "form"),
+    [
+        (0.3, "ones", "classes"),
+        (0.5, "uniform(-0.5, 1)", "classes"),
+        (0.7, "normal(1, 0.5)", "classes"),
+        (0.5, "uniform(-2, 0.2)", "classes"),  # starts with nearly everything closed
+        (0.5, "normal(1, 0.3)", "latent"),
+    ],
+)
+def test_a_run_ends_within_two_percent_of_its_target(target, init, form, tmp_path) -> None:
+    config = tiny_config(
+        *SMALL, f"train.target_macs={target}", f"heads.init={init}", f"embedding.form={form}"
+    )
+    result = fit(config, tmp_path, quiet=True)
+    assert result.evaluation.macs_share == pytest.approx(target, rel=0.02)
+    with torch.no_grad():
+        gates = [result.model(x).gates for x, _ in result.data.evaluation]
+    for layer in zip(*gates, strict=True):
+        share = active_share([torch.cat(layer)]).mean()
+        assert share >= 0.9 * config.train.channel_floor  # no layer is dead
+
+
+def test_a_target_may_be_a_number_of_macs(tmp_path) -> None:
+    dense = count_macs(create_model("resnet20", widths=[16] * 9, classes=10).backbone, 8)
+    config = tiny_config(*SMALL, f"train.target_macs={dense // 2}", "train.budget_by_cost=true")
+    result = fit(config, tmp_path, quiet=True)
+    assert result.evaluation.macs == pytest.approx(dense / 2, rel=0.02)
+
+
+def make_budget(target: float, **train: object) -> tuple[MacsBudget, torch.nn.Module]:
+    model = create_model("resnet20", classes=10)
+    torch.nn.init.normal_(model.heads.weight, 1.0, 0.5)
+    config = TrainConfig(target_macs=target, **train)
+    return MacsBudget(model, 16, config, steps=1000), model
+
+
+def test_thresholds_move_gates_as_a_bias_would() -> None:
+    budget, model = make_budget(0.5)
+    e = torch.randn(5, 10).softmax(dim=1)
+    before = e @ model.heads.weight.T
+    with torch.no_grad():
+        budget._raise_thresholds(torch.arange(9).double() / 10)
+    after = torch.cat(model.heads(e), dim=1)
+    expected = torch.relu(before - (budget.layer_of.float() / 10))
+    torch.testing.assert_close(after, expected)
+
+
+def test_steps_close_what_is_too_much_and_open_what_is_too_little() -> None:
+    budget, model = make_budget(0.5)
+    e = torch.randn(64, 10).softmax(dim=1)
+
+    def share() -> float:
+        return float(count_macs(model, 16, model.heads(e)).double().mean() / budget.dense)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            budget.step(model.heads(e), progress=1.0)
+
+    steps(400)
+    assert share() == pytest.approx(0.5, rel=0.03)
+    with torch.no_grad():
+        model.heads.weight.sub_(10.0)  # every gate dies at once
+    assert share() < 0.2
+    steps(1000)
+    assert share() == pytest.approx(0.5, rel=0.03)
+
+
+def test_the_goal_sinks_from_dense_to_the_target() -> None:
+    budget, _ = make_budget(0.4)
+    goals = [budget.goal(progress) for progress in (0.0, 0.1, 0.35, 0.6, 1.0)]
+    assert goals == pytest.approx([1.0, 1.0, 0.7, 0.4, 0.4])
+
+
+def test_layers_at_their_floor_are_only_opened() -> None:
+    budget, model = make_budget(0.5, channel_floor=0.2)
+    e = torch.randn(64, 10).softmax(dim=1)
+    with torch.no_grad():
+        model.heads.weight[budget.layer_of == 0] -= 10.0
+    for _ in range(1500):
+        budget.step(model.heads(e), progress=1.0)
+    assert float((model.heads(e)[0] > 0).float().mean()) > 0.15
+
+
+@pytest.mark.parametrize("target", [0.01, 1.5e9])
+def test_targets_out_of_reach_are_refused(target: float) -> None:
+    with pytest.raises(UserError, match="can't be met"):
+        make_budget(target)
+
+
+def test_a_budget_needs_relu_heads(tmp_path) -> None:
+    heads = ["heads.kind=noisy-topk", "heads.init=normal(0, 1)"]
+    with pytest.raises(UserError, match="relu heads"):
+        fit(tiny_config(*heads, "train.target_macs=0.5"), tmp_path)
+
+
+def test_closed_gates_keep_a_gradient_under_a_budget() -> None:
+    from deepmoe.registry import model_from_config
+
+    model = model_from_config(tiny_config("train.target_macs=0.5"), 10)
+    with torch.no_grad():
+        model.heads.weight.fill_(-1.0)
+    output = model(torch.randn(4, 3, 8, 8))
+    assert all((g == 0).all() for g in output.gates)
+    output.logits.square().sum().backward()
+    assert model.heads.weight.grad.abs().sum() > 0

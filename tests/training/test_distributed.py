@@ -1,0 +1,74 @@
+"""Two processes train as one does with the same global batch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import TINY_RUN, tiny_config
+from safetensors.torch import load_file
+
+from deepmoe.errors import UserError
+from deepmoe.training import fit
+from deepmoe.training.log import read_metrics
+
+# In double precision: in single, rounding grows to a visible difference within a few epochs.
+OVERRIDES = [
+    "train.sync_bn=true",
+    "train.precision=64-true",
+    "train.target_macs=0.6",
+    "embedding.temperature=[1, 1]",  # drawn for each process's images
+]
+
+
+def train_with_two(out: Path, *extra: str) -> subprocess.CompletedProcess:
+    settings = [a for s in (*TINY_RUN, *OVERRIDES) for a in ("--set", s)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += ["-m", "deepmoe", "train", "quickstart", "--devices", "2", "--out", out]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *settings, *extra], env=env, capture_output=True, text=True)
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    for left, right in zip(read_metrics(one), read_metrics(other), strict=True):
+        for key in ("loss", "task_loss", "gate_l1", "embedding_loss", "macs", "active"):
+            assert left[key] == pytest.approx(right[key], rel=1e-4), (left["epoch"], key)
+        for key in ("accuracy", "train_accuracy", "images"):
+            assert left[key] == pytest.approx(right[key], abs=1e-6), (left["epoch"], key)
+
+
+def test_two_processes_give_the_curve_of_one(tmp_path) -> None:
+    whole = fit(tiny_config(*OVERRIDES), tmp_path / "one", quiet=True)
+    result = train_with_two(tmp_path / "two")
+    assert result.returncode == 0, result.stderr
+    assert_same_run(tmp_path / "two" / "metrics.jsonl", whole.metrics)
+    # The same checkpoint goes on with another number of processes.
+    weights = load_file(tmp_path / "two" / "last.safetensors")
+    resumed = fit(tiny_config(*OVERRIDES), tmp_path / "two", resume=True, quiet=True)
+    assert resumed.evaluation.images == 360
+    for name, tensor in resumed.model.state_dict().items():
+        assert torch.equal(tensor, weights[f"model.{name}"])
+
+
+def test_resume_on_another_number_of_devices(tmp_path) -> None:
+    whole = fit(tiny_config(*OVERRIDES), tmp_path / "one", quiet=True)
+    (tmp_path / "two").mkdir()
+    os.link(tmp_path / "one" / "epoch-0003.safetensors", tmp_path / "two" / "last.safetensors")
+    lines = whole.metrics.read_text().splitlines(keepends=True)
+    (tmp_path / "two" / "metrics.jsonl").write_text("".join(lines[:3]))
+    result = train_with_two(tmp_path / "two", "--resume")
+    assert result.returncode == 0, result.stderr
+    assert_same_run(tmp_path / "two" / "metrics.jsonl", whole.metrics)
+
+
+def test_a_mistake_is_told_by_every_process_and_none_hangs(tmp_path) -> None:
+    result = train_with_two(tmp_path, "--set", "train.batch_size=255")
+    assert result.returncode != 0
+    assert "can't be shared evenly by 2 devices" in result.stderr
+
+
+def test_devices_must_be_there(tmp_path) -> None:
+    with pytest.raises(UserError, match="at least 1"):
+        fit(tiny_config(), tmp_path, devices=0)
