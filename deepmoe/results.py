@@ -4,11 +4,12 @@ import json
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import deepmoe
 
 
 def write_result(
@@ -21,7 +22,8 @@ def write_result(
         "hardware": hardware(device),
         "versions": {
             "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("deepmoe", "torch")},
+            "deepmoe": deepmoe.__version__,
+            "torch": torch.__version__,
         },
         "commit": _commit(),
         "values": values,

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import torch
 
+import deepmoe
 from deepmoe.analysis.plots import as_data_uri, gate_heatmap, loss_curves, macs_histogram
 from deepmoe.config import RunConfig, config_to_toml
 from deepmoe.costs import format_macs
@@ -59,7 +61,7 @@ def write_report(
         heatmap=as_data_uri(gate_heatmap(record)),
         histogram=as_data_uri(macs_histogram(record)),
         config=config_to_toml(config),
-        version=metadata.version("deepmoe"),
-        torch_version=metadata.version("torch"),
+        version=deepmoe.__version__,
+        torch_version=torch.__version__,
     )
     Path(path).write_text(html, encoding="utf-8")

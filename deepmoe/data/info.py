@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -35,9 +36,12 @@ class DataInfo:
 
     def normalise(self, images_BCHW: Tensor) -> Tensor:
         """uint8 images to float32 of zero mean and unit variance."""
-        mean = torch.tensor(self.mean).mul(255)[:, None, None]
-        std = torch.tensor(self.std).mul(255)[:, None, None]
-        device = images_BCHW.device
-        if device.type == "cuda":  # without waiting for the copy
-            mean, std = (t.pin_memory().to(device, non_blocking=True) for t in (mean, std))
+        mean = _colour(self.mean, images_BCHW.device)
+        std = _colour(self.std, images_BCHW.device)
         return images_BCHW.float().sub(mean).div_(std)
+
+
+@cache  # copying them anew for every batch would wait for the device
+@torch.inference_mode(False)  # whoever asks first, training may use them
+def _colour(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).mul(255)[:, None, None]
