@@ -68,8 +68,22 @@ class DeepMoELoss:
             ignore_index=ignore_index,
         )
 
+    def weights(self, epoch: float) -> tuple[float, float]:
+        """lambda and mu at a (fractional) epoch of the schedules."""
+        return value_at(self.sparsity, epoch), value_at(self.embedding, epoch)
+
     def __call__(self, output: DeepMoEOutput, targets: Tensor, epoch: float = 0.0) -> LossParts:
         """Evaluates the objective for a batch at a (fractional) epoch of the schedules."""
+        return self.weighted(output, targets, *self.weights(epoch))
+
+    def weighted(
+        self,
+        output: DeepMoEOutput,
+        targets: Tensor,
+        sparsity: float | Tensor,
+        embedding_weight: float | Tensor,
+    ) -> LossParts:
+        """Evaluates the objective with given lambda and mu, which may be tensors."""
         task = F.cross_entropy(
             at_least_single(output.logits),
             targets,
@@ -84,12 +98,7 @@ class DeepMoELoss:
                 balance = load_imbalance(output.gates)
         if output.embedding_logits is not None:
             embedding = _image_cross_entropy(at_least_single(output.embedding_logits), targets)
-        total = (
-            task
-            + value_at(self.sparsity, epoch) * gates
-            + value_at(self.embedding, epoch) * embedding
-            + self.balance * balance
-        )
+        total = task + sparsity * gates + embedding_weight * embedding + self.balance * balance
         return LossParts(total, task, gates, embedding, balance)
 
 

@@ -194,7 +194,8 @@ def open_image_folder(
         )
 
     name = "holdout" if config.holdout else "test"
-    return DataSource(info, loader(*train), loader(*evaluation), name)
+    training = loader(*train)
+    return DataSource(info, training, loader(*evaluation), training, name)
 
 
 def _check(config: DataConfig) -> int:

@@ -37,4 +37,5 @@ class DataSource:
     info: DataInfo
     train: Loader
     evaluation: Loader  # the test set, or the held-out training images
+    calibration: Loader  # images that a compute budget may be fitted on
     evaluation_name: str  # "test", "holdout", or the split's own name such as "val"

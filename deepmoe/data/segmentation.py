@@ -140,7 +140,8 @@ def open_segmentation(
             evaluation_batch=_evaluation_batch(sizes),
         )
 
-    return DataSource(info, loader(train), loader(evaluation), evaluation_name)
+    training = loader(train)
+    return DataSource(info, training, loader(evaluation), training, evaluation_name)
 
 
 def _split(

@@ -25,6 +25,7 @@ def open_data(
     device: torch.device | str = "cpu",
     shard: Shard = WHOLE,
     info: DataInfo | None = None,
+    calibrate: bool = False,
 ) -> DataSource:
     """Opens the data set that a configuration names.
 
@@ -35,6 +36,8 @@ def open_data(
         device: where batches are made.
         shard: which part of every batch this process gets.
         info: of a trained model: its normalisation is used, and its classes must be the data's.
+        calibrate: set training images aside to calibrate on, from data that fits into memory:
+            there, a network comes to know its training images too well. Others calibrate on those.
 
     Raises:
         UserError: where the data is missing, damaged or not what it should be.
@@ -44,7 +47,7 @@ def open_data(
             config, batch_size=batch_size, seed=seed, device=device, shard=shard
         )
     else:
-        source = _open_in_memory(config, batch_size, seed, device, shard, info)
+        source = _open_in_memory(config, batch_size, seed, device, shard, info, calibrate)
     if info is not None and source.info.classes != info.classes:
         raise UserError(
             f"the model knows {info.classes} classes, "
@@ -60,6 +63,7 @@ def _open_in_memory(
     device: torch.device | str,
     shard: Shard,
     info: DataInfo | None,
+    calibrate: bool,
 ) -> DataSource:
     if config.name == "digits":
         train, test, names = read_digits(DIGITS_SIZE if config.size is None else config.size)
@@ -74,17 +78,26 @@ def _open_in_memory(
     if config.holdout:
         # So that recipes can be chosen without looking at the test set.
         (train, evaluation), evaluation_name = hold_out(train, config.holdout), "holdout"
+    calibration = train
+    if calibrate:
+        train, calibration = hold_out(train, min(MOST_CALIBRATION, len(train) // 8))
+
+    def in_order(split: Split, part: Shard) -> BatchLoader:
+        return BatchLoader(split, measured, EVALUATION_BATCH, device=device, shard=part)
+
     return DataSource(
-        measured,
-        BatchLoader(
+        info=measured,
+        train=BatchLoader(
             train, measured, batch_size, augment=config, seed=seed, device=device, shard=shard
         ),
-        BatchLoader(evaluation, measured, EVALUATION_BATCH, device=device, shard=shard),
-        evaluation_name,
+        evaluation=in_order(evaluation, shard),
+        calibration=in_order(calibration, WHOLE),
+        evaluation_name=evaluation_name,
     )
 
 
 EVALUATION_BATCH = 500
+MOST_CALIBRATION = 1000
 _OPEN_FILES: dict[str, Callable[..., DataSource]] = {
     "image-folder": open_image_folder,
     "segmentation-pairs": open_segmentation,

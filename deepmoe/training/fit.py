@@ -66,6 +66,7 @@ def fit(
         seed=train.seed,
         device=fabric.device,
         shard=shard_of(fabric),
+        calibrate=train.target_macs is not None and config.model.gates != "none",
     )
     model = make_model(config, data.info.classes, fabric.device)
     count_costs(model, data.info.size)  # tells at once if the images are too small for the network

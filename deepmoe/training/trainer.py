@@ -13,6 +13,7 @@ from deepmoe.costs import count_costs, count_macs
 from deepmoe.data import DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import TrainingDiverged, TrainingInterrupted
+from deepmoe.layers import Gates
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
@@ -28,6 +29,30 @@ from deepmoe.training.state import TrainState
 
 Result = EvalResult | SegmentationResult
 LOOK_EVERY = 20  # batches between looks at figures, which wait for the device
+
+
+class TrainStep(nn.Module):
+    """Model, objective and figures of a batch as one graph, for compilers to work on."""
+
+    def __init__(self, model: DeepMoE, objective: DeepMoELoss) -> None:
+        super().__init__()
+        self.model = model
+        self.objective = objective
+
+    def forward(
+        self, x_BCHW: Tensor, labels: Tensor, sparsity: Tensor, embedding_weight: Tensor
+    ) -> tuple[Tensor, Tensor, Gates | None]:
+        """Returns the loss, the batch's share of an epoch's sums, and the gates.
+
+        The figures are the loss's parts, hits, counted labels and 1.
+        """
+        output = self.model(x_BCHW)
+        parts = self.objective.weighted(output, labels, sparsity, embedding_weight)
+        counted = labels != self.objective.ignore_index
+        hits = ((output.logits.argmax(dim=1) == labels) & counted).sum()
+        ones = torch.ones_like(parts.total)
+        figures = torch.stack([p.double() for p in (*parts, hits, counted.sum(), ones)])
+        return parts.total, figures.detach(), output.gates
 
 
 class Trainer:
@@ -93,14 +118,15 @@ class Trainer:
     def prepare(self, stage: Stage) -> tuple[nn.Module, Any]:
         """Model and optimiser as a stage trains them: compiled, wrapped, frozen where it is."""
         set_stage(self.model, stage)
-        return self.fabric.setup(self._compiled(), self.optimizer)
+        step = TrainStep(self.model, self._objective(stage))
+        return self.fabric.setup(self._compiled(step), self.optimizer)
 
     def _run_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> None:
         start = time.perf_counter()
         sums = self.train_epoch(wrapped, optimizer, stage, epoch)
         losses = self._means(sums)
         if self.budget is not None and epoch + 1 == self.config.train.epochs:
-            self.budget.calibrate(self.model, self.data.train)
+            self.budget.calibrate(self.model, self.data.calibration)
             copy_from_first(self.fabric, self.budget.heads.weight)  # each saw images of its own
         train = self.config.train
         last = epoch + 1 == train.total_epochs
@@ -130,30 +156,33 @@ class Trainer:
     def train_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> Tensor:
         """Trains from the state's batch on; returns sums of loss parts, hits and labels."""
         set_stage(self.model, stage)
-        device, loader = self.fabric.device, self.data.train
-        ignore = VOID if self.data.info.task == "segmentation" else -100
-        objective = DeepMoELoss.from_config(
-            self.config.loss, frozen=stage.frozen, ignore_index=ignore
-        )
+        device, loader, train = self.fabric.device, self.data.train, self.config.train
+        objective = self._objective(stage)
         zeros = (0.0,) * (len(LossParts._fields) + 3)
         sums = torch.tensor(self.state.sums or zeros, dtype=torch.float64, device=device)
         first = self.state.batch
         for batch, (x_BCHW, labels) in enumerate(loader.epoch(epoch, first), start=first):
             # Noise inside the model depends on seed and batch alone: a resumed run repeats it.
-            torch.manual_seed(derive_seed(self.config.train.seed, epoch, batch, 1))
+            torch.manual_seed(derive_seed(train.seed, epoch, batch, 1))
+            torch.compiler.cudagraph_mark_step_begin()
             now = epoch + batch / loader.batches_per_epoch
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.config.train, now)
-            output = wrapped(x_BCHW)
-            parts = objective(output, labels, now)
+                group["lr"] = learning_rate(train, now)
+            # As tensors, filled on the device: numbers would be compiled into the graph.
+            weights = [torch.full((), w, device=device) for w in objective.weights(now)]
+            total, figures, gates = wrapped(x_BCHW, labels, *weights)
             optimizer.zero_grad(set_to_none=True)
-            self.fabric.backward(parts.total)
+            self.fabric.backward(total)
             optimizer.step()
             if self.budget is not None and not stage.frozen:
-                self.budget.step(output.gates, now / self.config.train.epochs, self.fabric)
-            sums += batch_figures(parts, output.logits, labels, ignore)
-            self._after_batch(epoch, batch + 1, sums, output.gates)
+                self.budget.step(gates, now / train.epochs, self.fabric)
+            sums += figures
+            self._after_batch(epoch, batch + 1, sums, gates)
         return sums
+
+    def _objective(self, stage: Stage) -> DeepMoELoss:
+        ignore = VOID if self.data.info.task == "segmentation" else -100
+        return DeepMoELoss.from_config(self.config.loss, frozen=stage.frozen, ignore_index=ignore)
 
     def _after_batch(self, epoch: int, done: int, sums: Tensor, gates: Any) -> None:
         """What may happen between two batches: a stop, a checkpoint, a look at the figures."""
@@ -223,11 +252,13 @@ class Trainer:
         with self.fabric.autocast():
             return evaluate_on(self.model, self.data)
 
-    def _compiled(self) -> nn.Module:
-        wanted = self.config.train.compile
-        if wanted == "off" or (wanted == "auto" and self.fabric.device.type != "cuda"):
-            return self.model
-        compiled = torch.compile(self.model)
+    def _compiled(self, step: "TrainStep") -> nn.Module:
+        wanted, on_cuda = self.config.train.compile, self.fabric.device.type == "cuda"
+        if wanted == "off" or (wanted == "auto" and not on_cuda):
+            return step
+        # CUDA graphs, since launching kernels one by one takes longer than running them.
+        graphs = on_cuda and self.fabric.world_size == 1
+        compiled = torch.compile(step, mode="reduce-overhead" if graphs else "default")
         assert isinstance(compiled, nn.Module)
         return compiled
 
@@ -272,15 +303,6 @@ def make_optimizer(model: DeepMoE, train: TrainConfig) -> torch.optim.SGD:
         nesterov=train.nesterov,
         fused=others[0].is_cuda,  # one kernel instead of hundreds
     )
-
-
-def batch_figures(parts: LossParts, logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
-    """Loss parts, hits, labels and 1: a batch's share of an epoch's sums, on the device."""
-    counted = labels != ignore
-    hits = ((logits.detach().argmax(dim=1) == labels) & counted).sum()
-    ones = torch.ones_like(parts.total)
-    figures = [*(part.detach() for part in parts), hits, counted.sum(), ones]
-    return torch.stack([figure.double() for figure in figures])
 
 
 def evaluate_on(model: DeepMoE, data: DataSource) -> Result:
