@@ -1,4 +1,4 @@
-"""Fills the generated parts of README.md: tables from the code and from results/*.json.
+"""Fills the generated parts of the documents: tables from the code and from results/*.json.
 
 A generated part stands between `<!-- NAME -->` and `<!-- /NAME -->`. Run by `make docs`; a test
 fails while a part is out of date.
@@ -48,14 +48,111 @@ def quickstart_table() -> str:
         for name, v in result["values"].items()
     ]
     header = ["network", "accuracy", "mean MACs", "of dense MACs", "active channels"]
-    source = (
-        f"`{result['command']}`, seed {result['seed']}, {result['hardware']}, "
-        f"torch {result['versions']['torch']}"
-    )
-    return f"{_markdown(header, rows)}\n\n({source})"
+    return f"{_markdown(header, rows)}\n\n{_origin(result)}"
 
 
-PARTS: dict[str, Callable[[], str]] = {"models": models_table, "quickstart": quickstart_table}
+def train_speed_table() -> str:
+    """Seconds a training epoch, and where the time of a batch goes."""
+    rows = []
+    names = {"vgg16": "yes", "vgg16_without_graphs": "no", "resnet56": "no"}
+    results = [_read_result(f"train_speed_{name}") for name in names]
+    for graphs, values in zip(names.values(), (r["values"] for r in results), strict=True):
+        for kind, seconds in values["seconds_per_epoch"].items():
+            ratio = values["ratio_to_dense"].get(kind, 1.0)
+            low, high = values["spread"][kind]
+            phases = values["milliseconds_per_batch"][kind]
+            rows.append(
+                (
+                    values["model"],
+                    graphs,
+                    kind,
+                    f"{seconds:.2f} ({low:.2f} to {high:.2f})",
+                    f"{ratio:.2f}",
+                    ", ".join(f"{phase} {time:.2f}" for phase, time in phases.items()),
+                )
+            )
+    header = [
+        "network",
+        "CUDA graphs",
+        "kind",
+        "seconds an epoch",
+        "of dense",
+        "ms a batch, phase by phase",
+    ]
+    return "\n\n".join([_markdown(header, rows), *map(_origin, results)])
+
+
+def input_speed_table() -> str:
+    """Decoded training images a second on one core."""
+    result = _read_result("input_speed")
+    values = result["values"]
+    rows = [
+        ("decode and crop, as in our workers", values["ours_decode_per_s"], values["ratio_decode"]),
+        ("the same, mirror, jitter, normalise", values["ours_total_per_s"], values["ratio_total"]),
+        (f"torchvision {values['torchvision']}", values["torchvision_per_s"], 1.0),
+    ]
+    lines = [(name, f"{rate:.0f}", f"{ratio:.2f}") for name, rate, ratio in rows]
+    header = ["pipeline", "images a second", "of torchvision's"]
+    return f"{_markdown(header, lines)}\n\n{_origin(result)}"
+
+
+def cifar100_table() -> str:
+    """Dense VGG-16 on CIFAR-100."""
+    results = [_read_result(name) for name in ("cifar100_dense", "cifar100_dense_smoothing")]
+    rows = [
+        (name, f"{run['accuracy']:.2%}", f"`{run['command']}`")
+        for result in results
+        for name, run in result["values"].items()
+    ]
+    table = _markdown(["run", "test accuracy", "command"], rows)
+    return "\n\n".join([table, *map(_origin, results)])
+
+
+def budget_table() -> str:
+    """Targets of a compute budget, and what was reached."""
+    result = _read_result("macs_budget")
+    rows = [
+        (
+            name,
+            run["init"],
+            f"{run['macs_share']:.4f}",
+            f"{run['macs_share'] / run['target'] - 1:+.1%}",
+            f"{run['accuracy']:.2%}",
+            run["epochs"],
+        )
+        for name, run in result["values"].items()
+    ]
+    header = ["run", "gates start from", "share of dense MACs", "off by", "test accuracy", "epochs"]
+    return f"{_markdown(header, rows)}\n\n{_origin(result)}"
+
+
+def camvid_table() -> str:
+    """Segmentation on CamVid."""
+    result = _read_result("camvid")
+    rows = [
+        (
+            name,
+            f"{run['mean_iou']:.4f}",
+            f"{run['pixel_accuracy']:.2%}",
+            f"{run['macs_share']:.1%}",
+            f"`{run['command']}`",
+        )
+        for name, run in result["values"].items()
+    ]
+    header = ["network", "mean IoU", "pixel accuracy", "of dense MACs", "command"]
+    return f"{_markdown(header, rows)}\n\n{_origin(result)}"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "models": models_table,
+    "quickstart": quickstart_table,
+    "train-speed": train_speed_table,
+    "input-speed": input_speed_table,
+    "cifar100": cifar100_table,
+    "budget": budget_table,
+    "camvid": camvid_table,
+}
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "results.md"]
 
 
 def filled(text: str) -> str:
@@ -72,11 +169,23 @@ def _read_result(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def _origin(result: dict[str, Any]) -> str:
+    parts = [
+        result["hardware"],
+        f"torch {result['versions']['torch']}",
+        f"seed {result['seed']}",
+        f"commit {result['commit'][:7]}",
+        *([f"`{result['command']}`"] if result["command"].startswith("deepmoe") else []),
+        *([result["note"]] if "note" in result else []),
+    ]
+    return f"({'; '.join(parts)})"
+
+
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 if __name__ == "__main__":
-    for path in [ROOT / "README.md"]:
+    for path in DOCUMENTS:
         path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
