@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.config import LossConfig, Schedule, value_at
+from deepmoe.config import LossConfig
 from deepmoe.model import DeepMoEOutput
 from deepmoe.ops import at_least_single
+from deepmoe.structure import Schedule, value_at
 
 
 class LossParts(NamedTuple):

@@ -17,11 +17,12 @@ from deepmoe.backbones.resnet import (
     make_spec,
 )
 from deepmoe.backbones.vgg import CONVS_PER_STAGE, make_vgg
-from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig, suggest
+from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig
 from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, NoisyTopKHeads, ShallowEmbedding
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
 from deepmoe.model import DeepMoE
+from deepmoe.structure import suggest
 
 MOST_CLASSES = 1_000_000
 REVIVE_UNDER_BUDGET = 0.1  # a budget may close a gate by mistake; see HeadsConfig.revive

@@ -9,9 +9,9 @@ from deepmoe.config import (
     config_to_toml,
     load_config,
     preset_names,
-    value_at,
 )
 from deepmoe.errors import UserError
+from deepmoe.structure import value_at
 
 
 @pytest.mark.parametrize("name", preset_names())

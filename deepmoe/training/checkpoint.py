@@ -13,11 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from deepmoe.config import RunConfig, config_to_dict, structured
+from deepmoe.config import RunConfig, config_to_dict
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
+from deepmoe.structure import structured
 from deepmoe.training.state import TrainState
 
 FORMAT = "deepmoe"
