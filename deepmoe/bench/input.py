@@ -13,14 +13,8 @@ import torch
 
 from deepmoe.config import DataConfig
 from deepmoe.data.files import FileTree
-from deepmoe.data.image_folder import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    TRAIN,
-    ImageFolderReader,
-    list_images,
-)
-from deepmoe.data.info import DataInfo
+from deepmoe.data.image_folder import TRAIN, ImageFolderReader, list_images
+from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, DataInfo
 from deepmoe.data.workers import Unreadable
 from deepmoe.errors import UserError
 

@@ -2,23 +2,32 @@
 
 from pathlib import Path
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from deepmoe.config import DataConfig
+from deepmoe.data.decode import decode_box
+from deepmoe.data.image_folder import evaluation_box
+from deepmoe.data.workers import Unreadable
 from deepmoe.errors import UserError
 
 
-def read_image(path: str | Path, size: tuple[int, int]) -> Tensor:
-    """Reads an image as uint8 CHW: three colours, resized to (height, width)."""
-    from PIL import Image, UnidentifiedImageError
+def read_image(path: str | Path, size: int, config: DataConfig) -> Tensor:
+    """Reads an image file as the evaluation of a data set would, as uint8 image_CHW.
 
+    Args:
+        path: of the file.
+        size: pixels a side of the result.
+        config: of the data set: images of a folder are cut at the centre, others taken whole.
+    """
     try:
-        with Image.open(path) as image:
-            resized = image.convert("RGB").resize((size[1], size[0]), Image.Resampling.BILINEAR)
-    except UnidentifiedImageError as error:
-        raise UserError(f"{path} is not an image") from error
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read image {path}: {reason}") from error
-    return torch.from_numpy(np.asarray(resized).copy()).permute(2, 0, 1)
+        content = Path(path).read_bytes()
+        choose = evaluation_box(config, size) if config.name == "image-folder" else _whole
+        return decode_box(content, choose, size, shrink=False)
+    except (Unreadable, ValueError) as error:
+        raise UserError(f"cannot read image {path}: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read image {path}: {error.strerror}") from error
+
+
+def _whole(width: int, height: int) -> tuple[float, float, float, float]:
+    return 0.0, 0.0, float(width), float(height)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,7 @@ from deepmoe.data.augment import random_mirror
 from deepmoe.data.color import random_jitter, random_lighting
 from deepmoe.data.decode import Box, decode_box
 from deepmoe.data.files import FileTree
-from deepmoe.data.info import DataInfo
+from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, DataInfo
 from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import Shard
 from deepmoe.data.split import Split, hold_out
@@ -22,8 +23,6 @@ from deepmoe.data.workers import Unreadable, WorkerLoader
 from deepmoe.errors import UserError
 
 DEFAULT_SIZE = 224  # the one that data.resize is meant for
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 TRAIN = "train"
 EVALUATION = ("val", "validation", "test")  # the first that there is
@@ -67,8 +66,7 @@ class ImageFolderReader:
             raise Unreadable(error.strerror or str(error)) from error
         size = self.info.size[0]
         if rng is None:
-            resize = round(self.config.resize * size / DEFAULT_SIZE)
-            image = decode_box(content, partial(centre_box, resize, size), size, shrink=False)
+            image = decode_box(content, evaluation_box(self.config, size), size, shrink=False)
         else:
             image = decode_box(
                 content, partial(random_box, rng, self.config.min_area), size, shrink=True
@@ -106,6 +104,11 @@ def random_box(rng: np.random.Generator, min_area: float, width: int, height: in
     h = min(height, round(width / narrowest))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
+
+
+def evaluation_box(config: DataConfig, size: int) -> Callable[[int, int], Box]:
+    """What evaluation takes of an image, by its width and height."""
+    return partial(centre_box, round(config.resize * size / DEFAULT_SIZE), size)
 
 
 def centre_box(resize: int, size: int, width: int, height: int) -> Box:

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from deepmoe.errors import UserError
 
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 Task = Literal["classification", "segmentation"]
 
 

@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from deepmoe.config import DataConfig
-from deepmoe.data.info import DataInfo
+from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, DataInfo
 from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import Shard
 from deepmoe.data.segmentation_files import (
@@ -23,9 +23,7 @@ from deepmoe.data.workers import Unreadable, WorkerLoader
 from deepmoe.errors import UserError
 
 # Of ImageNet, on which backbones for segmentation are trained first.
-MEAN = (0.485, 0.456, 0.406)
-STD = (0.229, 0.224, 0.225)
-MEAN_COLOUR = tuple(round(255 * mean) for mean in MEAN)
+MEAN_COLOUR = tuple(round(255 * mean) for mean in IMAGENET_MEAN)
 
 EVALUATION_BATCH = 8
 EVALUATION_PIXELS = 2**21  # in a batch, so that big images don't fill the device's memory
@@ -125,7 +123,8 @@ def open_segmentation(
         raise UserError(f"{config.root} has no images in {files.layout.images}/train")
     names = files.class_names(train)
     train, evaluation, evaluation_name = _split(files, train, config.holdout)
-    info = DataInfo(names, config.crop or _common_size(files, train), MEAN, STD, "segmentation")
+    size = config.crop or _common_size(files, train)
+    info = DataInfo(names, size, IMAGENET_MEAN, IMAGENET_STD, "segmentation")
     sizes = files.sizes(evaluation)
 
     def loader(pairs: Sequence[Pair]) -> WorkerLoader:

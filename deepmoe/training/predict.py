@@ -8,6 +8,7 @@ import torch
 
 from deepmoe.costs import active_share, count_macs
 from deepmoe.data import read_image
+from deepmoe.errors import UserError
 from deepmoe.training.checkpoint import Checkpoint
 
 
@@ -26,9 +27,12 @@ class Prediction:
 def predict(checkpoint: Checkpoint, images: Sequence[str | Path]) -> list[Prediction]:
     """Classifies image files, each resized to the size the model was trained on."""
     model, info = checkpoint.model, checkpoint.info
+    if info.task != "classification":
+        raise UserError(f"predict classifies images, but this model was trained for {info.task}")
+    data = checkpoint.config.data
     predictions = []
     for path in images:
-        x_BCHW = model.placed(info.normalise(read_image(path, info.size)[None]))
+        x_BCHW = model.placed(info.normalise(read_image(path, info.size[0], data)[None]))
         output = model(x_BCHW)
         probability, index = output.logits.float().softmax(dim=1)[0].max(dim=0)
         gated = output.gates is not None

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from helpers import tiny_config
 from PIL import Image
 
 from deepmoe.config import load_config
 from deepmoe.errors import UserError
-from deepmoe.training import fit
+from deepmoe.training import fit, load_checkpoint, predict
 from deepmoe.training.log import read_metrics
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -61,6 +62,19 @@ def test_classification_skips_and_counts_unreadable_files(classes, tmp_path) -> 
         fit(tiny_config(*overrides), tmp_path / "strict", quiet=True)
 
 
+def test_prediction_takes_what_evaluation_would(classes, tmp_path) -> None:
+    overrides = [*FOLDER, f"data.root={classes}", "model.gates=none"]
+    result = fit(tiny_config(*overrides), tmp_path / "run", quiet=True)
+    checkpoint = load_checkpoint(result.checkpoint)
+    images = sorted((classes / "val").rglob("*.png"))
+    predictions = predict(checkpoint, images)
+    with torch.no_grad():
+        logits = torch.cat([checkpoint.model(x).logits for x, _ in result.data.evaluation])
+    probabilities, indices = logits.softmax(dim=1).max(dim=1)
+    assert [p.label for p in predictions] == [("cat", "dog")[i] for i in indices]
+    assert [p.probability for p in predictions] == pytest.approx(probabilities.tolist(), rel=1e-4)
+
+
 def test_segmentation_trains_with_gates(tmp_path) -> None:
     for split in ("train", "test"):
         for number in range(4):
@@ -75,6 +89,8 @@ def test_segmentation_trains_with_gates(tmp_path) -> None:
         assert set(metrics["iou"]) == {"class 0", "class 1", "class 2"}
         assert metrics["embedding_loss"] == 0
         assert 0 < metrics["active"] <= 1
+    with pytest.raises(UserError, match="trained for segmentation"):
+        predict(load_checkpoint(result.checkpoint), [tmp_path / "data/images/test/0.png"])
 
 
 @pytest.mark.skipif(not (SHARED / "imagenette").is_dir(), reason="the real images are absent")
