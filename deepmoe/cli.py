@@ -271,7 +271,8 @@ def bench_train_verb(
     if save is not None:
         from deepmoe.results import write_result
 
-        command = f"deepmoe bench train {preset} --rounds {rounds}"
+        changes = "".join(f" --set '{o}'" for o in overrides if not o.startswith("data.root"))
+        command = f"deepmoe bench train {preset}{changes} --rounds {rounds}"
         write_result(save, values, command=command, seed=config.train.seed, device=values["device"])
     if as_json:
         click.echo(json.dumps(values, indent=2))

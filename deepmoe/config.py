@@ -182,6 +182,8 @@ class RunConfig:
             levels = [v for _, v in schedule] if isinstance(schedule, tuple) else [schedule]
             if not all(0 <= level < math.inf for level in levels):
                 raise UserError(f"loss.{name} must not be negative, nor infinite: {schedule}")
+        if self.data.scale[0] > self.data.scale[1]:
+            raise UserError(f"data.scale must rise, not fall: {list(self.data.scale)}")
         if self.train.nesterov and not self.train.momentum:
             raise UserError("train.nesterov needs a train.momentum above 0")
 

@@ -85,12 +85,15 @@ class DeepMoELoss:
         embedding_weight: float | Tensor,
     ) -> LossParts:
         """Evaluates the objective with given lambda and mu, which may be tensors."""
-        task = F.cross_entropy(
+        summed = F.cross_entropy(
             at_least_single(output.logits),
             targets,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
+            reduction="sum",
         )
+        # A batch may hold nothing but ignored pixels: zero then, not NaN.
+        task = summed / (targets != self.ignore_index).sum().clamp_min(1)
         none = torch.zeros_like(task)
         gates = balance = embedding = none
         if output.gates is not None:

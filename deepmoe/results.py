@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import deepmoe
+from deepmoe.errors import UserError
 
 
 def write_result(
@@ -28,7 +29,11 @@ def write_result(
         "commit": _commit(),
         "values": values,
     }
-    Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def hardware(device: torch.device | str) -> str:

@@ -23,6 +23,7 @@ from deepmoe.data.workers import Unreadable, WorkerLoader
 from deepmoe.errors import UserError
 
 DEFAULT_SIZE = 224  # the one that data.resize is meant for
+MOST_CALIBRATION = 4096
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 TRAIN = "train"
 EVALUATION = ("val", "validation", "test")  # the first that there is
@@ -197,8 +198,16 @@ def open_image_folder(
         )
 
     name = "holdout" if config.holdout else "test"
-    training = loader(*train)
-    return DataSource(info, training, loader(*evaluation), training, name)
+    # In order, training files are sorted by class: a budget is calibrated on some of every class.
+    positions = Split(torch.arange(len(train[0])), torch.from_numpy(train[1]))
+    some = hold_out(positions, min(MOST_CALIBRATION, len(train[0]) // 2))[1].images.numpy()
+    return DataSource(
+        info,
+        train=loader(*train),
+        evaluation=loader(*evaluation),
+        calibration=loader(train[0][some], train[1][some]),
+        evaluation_name=name,
+    )
 
 
 def _check(config: DataConfig) -> int:

@@ -137,10 +137,11 @@ class WorkerLoader:
             if index not in self.unreadable:
                 self.unreadable.add(index)
                 LOG.warning("skipped %s: %s", self.reader.name(index), reason)
-        if len(self.unreadable) > self.unreadable_limit * len(self.reader):
+        seen = len(self.reader) / self.shard.count  # by this process
+        if len(self.unreadable) > self.unreadable_limit * seen:
             index, reason = unreadable[-1]
             raise UserError(
-                f"{len(self.unreadable)} of {len(self.reader)} files could not be read, more than "
+                f"{len(self.unreadable)} of {seen:.0f} files could not be read, more than "
                 f"data.unreadable_limit = {self.unreadable_limit:.2%} allows; the last was "
                 f"{self.reader.name(index)} ({reason})"
             )

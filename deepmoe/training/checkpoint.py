@@ -118,12 +118,15 @@ class CheckpointStore:
 def _link(source: Path, target: Path) -> None:
     """Makes a second name for a file that is never changed in place; a copy where that fails."""
     draft = target.with_name(f"{target.name}.tmp")
-    draft.unlink(missing_ok=True)
     try:
-        os.link(source, draft)
-    except OSError:
-        shutil.copyfile(source, draft)
-    draft.replace(target)
+        draft.unlink(missing_ok=True)
+        try:
+            os.link(source, draft)
+        except OSError:
+            shutil.copyfile(source, draft)
+        draft.replace(target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}") from error
 
 
 def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Checkpoint:

@@ -1,5 +1,6 @@
 """Several devices: which process this is, and batch norm over all of them."""
 
+import os
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ def make_fabric(train: TrainConfig, *, devices: int = 1, nodes: int = 1) -> Fabr
         raise UserError(f"--devices is {devices}, but there are {torch.cuda.device_count()} GPUs")
     if devices < 1 or nodes < 1:
         raise UserError(f"--devices and --nodes must be at least 1, not {devices} and {nodes}")
+    launched = int(os.environ.get("WORLD_SIZE", devices * nodes))
+    if launched != devices * nodes:
+        raise UserError(
+            f"{launched} processes were launched, but --devices {devices} and --nodes {nodes} "
+            f"ask for {devices * nodes}"
+        )
     if precision == "auto":
         precision = "bf16-mixed" if device == "cuda" else "32-true"
     strategy = "ddp" if devices * nodes > 1 else "auto"
@@ -47,6 +54,13 @@ def any_process(fabric: Fabric, flag: bool) -> bool:
         return flag
     total = fabric.all_reduce(torch.tensor(float(flag), device=fabric.device), reduce_op="sum")
     return bool(torch.as_tensor(total) > 0)
+
+
+def sum_over_processes(fabric: Fabric, tensor: Tensor) -> Tensor:
+    """The sum of every process's tensor, in every process; the tensor itself stays as it is."""
+    if fabric.world_size == 1:
+        return tensor.clone()
+    return torch.as_tensor(fabric.all_reduce(tensor.clone(), reduce_op="sum"))
 
 
 def copy_from_first(fabric: Fabric, tensor: Tensor) -> None:

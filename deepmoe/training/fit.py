@@ -58,8 +58,7 @@ def fit(
     store = CheckpointStore(out, config.train.keep_checkpoints)
     fabric = make_fabric(config.train, devices=devices, nodes=nodes)
     train = config.train
-    if not resume and not overwrite and (store.last.exists() or (out / METRICS_NAME).exists()):
-        raise UserError(f"{out} holds a run already: resume it, overwrite it or choose another")
+    _check_folder(out, store, resume=resume, overwrite=overwrite)
     data = open_data(
         config.data,
         batch_size=train.batch_size,
@@ -94,6 +93,16 @@ def fit(
     return FitResult(model, result, data, store.last, out / METRICS_NAME)
 
 
+def _check_folder(out: Path, store: CheckpointStore, *, resume: bool, overwrite: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise UserError(f"cannot write to {out}: it is not a folder")
+    used = store.last.exists() or store.best.exists() or bool(store.epochs())
+    if resume and used and not store.last.exists():
+        raise UserError(f"{out} has checkpoints, but no {store.last.name} to resume from")
+    if not resume and not overwrite and (used or (out / METRICS_NAME).exists()):
+        raise UserError(f"{out} holds a run already: resume it, overwrite it or choose another")
+
+
 def _restore(
     path: Path, config: RunConfig, model: DeepMoE, optimizer: torch.optim.Optimizer
 ) -> TrainState:
@@ -115,6 +124,7 @@ def _restore(
 _FREE_KEYS = {
     "data.root",
     "data.workers",
+    "data.unreadable_limit",
     "train.device",
     "train.compile",
     "train.evaluate_epochs",

@@ -48,8 +48,11 @@ class RunLog:
 
     def write(self, metrics: dict[str, Any], total_epochs: int) -> None:
         """Logs a finished epoch."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(metrics) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from error
         if self.writer is not None:
             for key, value in metrics.items():
                 if isinstance(value, int | float):

@@ -12,14 +12,14 @@ from deepmoe.config import RunConfig, TrainConfig
 from deepmoe.costs import count_costs, count_macs
 from deepmoe.data import DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
-from deepmoe.errors import TrainingDiverged, TrainingInterrupted
+from deepmoe.errors import TrainingDiverged, TrainingInterrupted, UserError
 from deepmoe.layers import Gates
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
 from deepmoe.training.budget import MacsBudget
 from deepmoe.training.checkpoint import CheckpointStore, save_checkpoint
-from deepmoe.training.distributed import any_process, copy_from_first
+from deepmoe.training.distributed import any_process, copy_from_first, sum_over_processes
 from deepmoe.training.evaluate import EvalResult, evaluate
 from deepmoe.training.interrupts import Interrupts
 from deepmoe.training.log import RunLog
@@ -92,6 +92,7 @@ class Trainer:
         self.budget = self._make_budget()
         self.saved_at = time.monotonic()
         self.result: Result | None = None
+        self.looked_at = torch.zeros(0)  # the sums at the last look
 
     def run(self) -> Result:
         """Trains to the end; returns the last evaluation."""
@@ -124,7 +125,9 @@ class Trainer:
     def _run_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> None:
         start = time.perf_counter()
         sums = self.train_epoch(wrapped, optimizer, stage, epoch)
-        losses = self._means(sums)
+        losses = epoch_figures(sum_over_processes(self.fabric, sums))
+        skipped = torch.tensor(float(self.data.train.skipped), device=self.fabric.device)
+        skipped = sum_over_processes(self.fabric, skipped)
         if self.budget is not None and epoch + 1 == self.config.train.epochs:
             self.budget.calibrate(self.model, self.data.calibration)
             copy_from_first(self.fabric, self.budget.heads.weight)  # each saw images of its own
@@ -144,11 +147,11 @@ class Trainer:
                 "lr": learning_rate(self.config.train, epoch),
                 **losses,
                 **(_reported(self.result, self.data.evaluation_name) if self.result else {}),
-                "skipped_images": self.data.train.skipped + self.data.evaluation.skipped,
+                "skipped_images": int(skipped) + self.data.evaluation.skipped,
                 "seconds": round(time.perf_counter() - start, 3),
             }
             self.log.write(metrics, self.config.train.total_epochs)
-        if (epoch + 1) % train.checkpoint_epochs == 0 or last:
+        if (epoch + 1) % train.checkpoint_epochs == 0 or last or is_best:
             self._save()
             if self.fabric.is_global_zero:
                 self.store.keep_epoch(epoch + 1, is_best=is_best)
@@ -158,8 +161,11 @@ class Trainer:
         set_stage(self.model, stage)
         device, loader, train = self.fabric.device, self.data.train, self.config.train
         objective = self._objective(stage)
-        zeros = (0.0,) * (len(LossParts._fields) + 3)
-        sums = torch.tensor(self.state.sums or zeros, dtype=torch.float64, device=device)
+        sums = torch.zeros(len(LossParts._fields) + 3, dtype=torch.float64, device=device)
+        self.looked_at = sums.clone()
+        if self.state.sums:  # of all processes together, so one goes on with them
+            self.looked_at += torch.tensor(self.state.sums, dtype=torch.float64, device=device)
+            sums += self.looked_at * self.fabric.is_global_zero
         first = self.state.batch
         for batch, (x_BCHW, labels) in enumerate(loader.epoch(epoch, first), start=first):
             # Noise inside the model depends on seed and batch alone: a resumed run repeats it.
@@ -186,16 +192,19 @@ class Trainer:
 
     def _after_batch(self, epoch: int, done: int, sums: Tensor, gates: Any) -> None:
         """What may happen between two batches: a stop, a checkpoint, a look at the figures."""
-        look = done % LOOK_EVERY == 0
-        several = self.fabric.world_size > 1
+        look = done % LOOK_EVERY == 0 or done == self.data.train.batches_per_epoch
         stop = self.interrupts.received is not None
-        if several:
-            stop = look and any_process(self.fabric, stop)  # all processes stop at the same batch
         minutes = (time.monotonic() - self.saved_at) / 60
         due = minutes > self.config.train.checkpoint_minutes
+        if self.fabric.world_size > 1:
+            # Every process must decide alike, so all ask each other at the same batches.
+            stop, due = (look and any_process(self.fabric, flag) for flag in (stop, due))
+        if look or stop or due:
+            totals = sum_over_processes(self.fabric, sums)
+            self._check_loss(totals - self.looked_at)
+            self.looked_at = totals
         if stop or due:
-            self.state = TrainState(epoch, done, tuple(sums.tolist()), self.state.best)
-            self._means(sums)
+            self.state = TrainState(epoch, done, tuple(totals.tolist()), self.state.best)
             self._save()
         if stop:
             name = self.interrupts.received.name if self.interrupts.received else "a signal"
@@ -204,48 +213,51 @@ class Trainer:
                 f"{self.store.last} is saved, and --resume goes on from it"
             )
         if self.log is not None:
-            figures = self._figures(sums, gates) if look and self.log.watched else None
+            figures = self._figures(totals, gates) if look and self.log.watched else None
             at = epoch * self.data.train.batches_per_epoch + done
             self.log.advance(at, figures)
 
-    def _figures(self, sums: Tensor, gates: Any) -> dict[str, float]:
-        figures = self._means(sums)
+    def _figures(self, totals: Tensor, gates: Any) -> dict[str, float]:
+        figures = epoch_figures(totals)
         if gates is not None:
             size = self.data.info.size
             macs = count_macs(self.model, size, gates).double().mean().item()
             figures["macs_share"] = macs / count_costs(self.model, size).macs
         return figures
 
-    def _means(self, sums: Tensor) -> dict[str, float]:
-        """Means of the epoch's figures; a loss that is beyond hope ends the run here."""
-        if self.fabric.world_size > 1:
-            sums = torch.as_tensor(self.fabric.all_reduce(sums.clone(), reduce_op="sum"))
-        *losses, correct, labels, batches = sums.tolist()
-        means = dict(zip(LossParts._fields, (loss / batches for loss in losses), strict=True))
-        if not math.isfinite(means["total"]) or means["task"] > self.config.train.loss_limit:
-            good = self.store.last
-            there = f"the last good checkpoint is {good}" if good.exists() else "no checkpoint yet"
-            raise TrainingDiverged(
-                f"the loss is {means['total']:g} in epoch {self.state.epoch + 1}; {there}"
-            )
-        return {
-            "loss": means["total"],
-            "task_loss": means["task"],
-            "gate_l1": means["gates"],
-            "embedding_loss": means["embedding"],
-            "train_accuracy": correct / max(1.0, labels),
-        }
+    def _check_loss(self, recent: Tensor) -> None:
+        """Ends a run whose loss since the last look is beyond hope."""
+        figures = epoch_figures(recent)
+        if (
+            not math.isfinite(figures["loss"])
+            or figures["task_loss"] > self.config.train.loss_limit
+        ):
+            self._diverged(f"the loss is {figures['loss']:g}")
+
+    def _diverged(self, what: str) -> None:
+        good = self.store.last
+        there = f"the last good checkpoint is {good}" if good.exists() else "no checkpoint yet"
+        raise TrainingDiverged(f"{what} in epoch {self.state.epoch + 1}; {there}")
 
     def _save(self) -> None:
+        finite = torch.stack([p.detach().isfinite().all() for p in self.model.parameters()])
+        if not finite.all():
+            self._diverged("a weight is not finite")
+        error: UserError | None = None
         if self.fabric.is_global_zero:
-            save_checkpoint(
-                self.store.last,
-                self.model,
-                self.config,
-                self.data.info,
-                self.state,
-                optimizer=self.optimizer,
-            )
+            try:
+                save_checkpoint(
+                    self.store.last,
+                    self.model,
+                    self.config,
+                    self.data.info,
+                    self.state,
+                    optimizer=self.optimizer,
+                )
+            except UserError as caught:
+                error = caught
+        if any_process(self.fabric, error is not None):
+            raise error or UserError("the first process could not write a checkpoint")
         self.saved_at = time.monotonic()
 
     def _evaluate(self) -> Result:
@@ -303,6 +315,19 @@ def make_optimizer(model: DeepMoE, train: TrainConfig) -> torch.optim.SGD:
         nesterov=train.nesterov,
         fused=others[0].is_cuda,  # one kernel instead of hundreds
     )
+
+
+def epoch_figures(totals: Tensor) -> dict[str, float]:
+    """Means from the sums of TrainStep's figures."""
+    *losses, correct, labels, batches = totals.tolist()
+    means = {f: v / max(1.0, batches) for f, v in zip(LossParts._fields, losses, strict=True)}
+    return {
+        "loss": means["total"],
+        "task_loss": means["task"],
+        "gate_l1": means["gates"],
+        "embedding_loss": means["embedding"],
+        "train_accuracy": correct / max(1.0, labels),
+    }
 
 
 def evaluate_on(model: DeepMoE, data: DataSource) -> Result:
