@@ -79,6 +79,7 @@ def test_overrides_are_read_as_toml_and_else_as_text() -> None:
         (["loss.sparsity=x"], "loss.sparsity: expected a number or points"),
         (["embedding.temperature=[1]"], "embedding.temperature: expected a list of 2"),
         (["embedding.widths=[1, 'a']"], "embedding.widths: expected int, got 'a'"),
+        (["data.scale=[2, 0.5]"], "data.scale must rise"),
         (["train.lr"], "--set takes key=value"),
         (["=1"], "--set takes key=value"),
     ],

@@ -65,6 +65,15 @@ def test_segmentation_ignores_void_pixels() -> None:
     assert parts.embedding == 0
 
 
+def test_a_batch_of_void_pixels_costs_nothing() -> None:
+    logits = torch.randn(2, 5, 4, 4, requires_grad=True)
+    output = DeepMoEOutput(logits, None, None)
+    parts = DeepMoELoss(ignore_index=255)(output, torch.full((2, 4, 4), 255))
+    assert parts.total == 0
+    parts.total.backward()
+    assert (logits.grad == 0).all()
+
+
 def test_load_imbalance_is_zero_when_experts_share_the_work() -> None:
     even = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     assert load_imbalance([even]) == 0

@@ -69,6 +69,12 @@ def test_a_mistake_is_told_by_every_process_and_none_hangs(tmp_path) -> None:
     assert "can't be shared evenly by 2 devices" in result.stderr
 
 
+def test_processes_and_devices_must_agree(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="2 processes were launched"):
+        fit(tiny_config(), tmp_path)
+
+
 def test_devices_must_be_there(tmp_path) -> None:
     with pytest.raises(UserError, match="at least 1"):
         fit(tiny_config(), tmp_path, devices=0)

@@ -176,6 +176,40 @@ def test_a_run_on_a_full_file_system(tmp_path) -> None:
         subprocess.run(["umount", tmp_path], check=True)
 
 
+def test_the_best_is_saved_between_regular_checkpoints(tmp_path) -> None:
+    result = run(tiny_config("train.checkpoint_epochs=100"), tmp_path)
+    best = max(m["accuracy"] for m in read_metrics(result.metrics))
+    assert load_checkpoint(tmp_path / "best.safetensors").state.best == best
+
+
+def test_checkpoints_without_the_last_are_not_swept_away(tmp_path) -> None:
+    run(tiny_config(), tmp_path)
+    for name in ("last.safetensors", "metrics.jsonl"):
+        (tmp_path / name).unlink()
+    with pytest.raises(UserError, match="holds a run already"):
+        run(tiny_config(), tmp_path)
+    with pytest.raises(UserError, match=r"no last.safetensors to resume from"):
+        run(tiny_config(), tmp_path, resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is not a folder"):
+        run(tiny_config(), tmp_path / "file")
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch) -> None:
+    original = trainer.Trainer.train_epoch
+
+    def ruin(self, *arguments):
+        sums = original(self, *arguments)
+        with torch.no_grad():
+            self.model.backbone.fc.weight.fill_(float("nan"))
+        return sums
+
+    monkeypatch.setattr(trainer.Trainer, "train_epoch", ruin)
+    with pytest.raises(TrainingDiverged, match="a weight is not finite"):
+        run(tiny_config(), tmp_path)
+    assert not (tmp_path / "last.safetensors").exists()
+
+
 def test_tensorboard_gets_every_figure(tmp_path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
