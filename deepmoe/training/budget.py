@@ -20,7 +20,7 @@ from deepmoe.costs import Size, cost_matrix, count_costs, macs_of_counts
 from deepmoe.data import Batch
 from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates
-from deepmoe.model import DeepMoE
+from deepmoe.model import DeepMoE, evaluation_mode
 
 RAMP = (0.1, 0.6)  # part of the joint stage over which the goal sinks from 1 to the target
 TRAVEL = 20.0  # how far thresholds may move in a stage, in units of scale times full error
@@ -125,9 +125,8 @@ class MacsBudget:
         if not by_cost:
             return torch.ones_like(self.widths)
         full = torch.cat([self.widths, self.widths.new_ones(1)])
-        marginal = ((self.quadratic + self.quadratic.T) @ full)[
-            :-1
-        ]  # MACs a channel, at full width
+        # MACs that a channel more would cost, at full width
+        marginal = ((self.quadratic + self.quadratic.T) @ full)[:-1]
         return (marginal / marginal.mean()).sqrt()  # the root: costs span orders of magnitude
 
     def _raise_thresholds(self, shifts_L: Tensor) -> None:
@@ -136,15 +135,13 @@ class MacsBudget:
     def _collect_scores(self, model: DeepMoE, batches: Iterable[Batch]) -> Tensor:
         assert model.embedding is not None
         found, images = [], 0
-        training = model.embedding.training
-        model.embedding.eval()
-        for x_BCHW, _ in batches:
-            e_BD, _ = model.embedding(model.placed(x_BCHW))
-            found.append(e_BD.to(self.heads.weight.dtype) @ self.heads.weight.T)
-            images += len(e_BD)
-            if images >= CALIBRATION_IMAGES:
-                break
-        model.embedding.train(training)
+        with evaluation_mode(model.embedding):
+            for x_BCHW, _ in batches:
+                e_BD, _ = model.embedding(model.placed(x_BCHW))
+                found.append(e_BD.to(self.heads.weight.dtype) @ self.heads.weight.T)
+                images += len(e_BD)
+                if images >= CALIBRATION_IMAGES:
+                    break
         return torch.cat(found)
 
     def _highest_thresholds(self, scores_BC: Tensor) -> Tensor:

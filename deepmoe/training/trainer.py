@@ -123,15 +123,14 @@ class Trainer:
         return self.fabric.setup(self._compiled(step), self.optimizer)
 
     def _run_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> None:
-        start = time.perf_counter()
+        start, train = time.perf_counter(), self.config.train
         sums = self.train_epoch(wrapped, optimizer, stage, epoch)
         losses = epoch_figures(sum_over_processes(self.fabric, sums))
         skipped = torch.tensor(float(self.data.train.skipped), device=self.fabric.device)
         skipped = sum_over_processes(self.fabric, skipped)
-        if self.budget is not None and epoch + 1 == self.config.train.epochs:
+        if self.budget is not None and epoch + 1 == train.epochs:
             self.budget.calibrate(self.model, self.data.calibration)
             copy_from_first(self.fabric, self.budget.heads.weight)  # each saw images of its own
-        train = self.config.train
         last = epoch + 1 == train.total_epochs
         self.result = None
         is_best = False
@@ -144,13 +143,13 @@ class Trainer:
             metrics = {
                 "epoch": epoch + 1,
                 "stage": stage.name,
-                "lr": learning_rate(self.config.train, epoch),
+                "lr": learning_rate(train, epoch),
                 **losses,
                 **(_reported(self.result, self.data.evaluation_name) if self.result else {}),
                 "skipped_images": int(skipped) + self.data.evaluation.skipped,
                 "seconds": round(time.perf_counter() - start, 3),
             }
-            self.log.write(metrics, self.config.train.total_epochs)
+            self.log.write(metrics, train.total_epochs)
         if (epoch + 1) % train.checkpoint_epochs == 0 or last or is_best:
             self._save()
             if self.fabric.is_global_zero:
@@ -228,11 +227,9 @@ class Trainer:
     def _check_loss(self, recent: Tensor) -> None:
         """Ends a run whose loss since the last look is beyond hope."""
         figures = epoch_figures(recent)
-        if (
-            not math.isfinite(figures["loss"])
-            or figures["task_loss"] > self.config.train.loss_limit
-        ):
-            self._diverged(f"the loss is {figures['loss']:g}")
+        loss, task = figures["loss"], figures["task_loss"]
+        if not math.isfinite(loss) or task > self.config.train.loss_limit:
+            self._diverged(f"the loss is {loss:g}")
 
     def _diverged(self, what: str) -> None:
         good = self.store.last
