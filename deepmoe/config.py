@@ -105,6 +105,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "64-true", "32-true", "bf16-mixed"] = "auto"  # bf16-mixed on CUDA
     compile: Literal["auto", "on", "off"] = "auto"  # auto: on CUDA
+    cuda_graphs: Literal["auto", "off"] = "auto"  # auto: on one CUDA device
     sync_bn: bool = False  # batch norm over the whole batch, not over each device's part
     loss_limit: float = 1000.0  # a task loss above it, or NaN, stops the run
     evaluate_epochs: int = 1  # an evaluation every so many epochs, and at the end

@@ -1,5 +1,6 @@
 """How long a training epoch takes: dense twin, joint stage, frozen stage; and where time goes."""
 
+import re
 import statistics
 import tempfile
 import time
@@ -18,9 +19,16 @@ from deepmoe.training.checkpoint import CheckpointStore
 from deepmoe.training.distributed import make_fabric
 from deepmoe.training.schedules import Stage, stages
 from deepmoe.training.state import TrainState
+from deepmoe.training.step import GraphedStep
 from deepmoe.training.trainer import Trainer, make_model, make_optimizer
 
 PHASE_BATCHES = 30
+PROFILED_BATCHES = 10
+KERNEL_KINDS = {  # by what the names of kernels hold
+    "optimizer": "FusedSgd|multi_tensor",
+    "elementwise and sums": "^triton_|elementwise|reduce|batch_norm|softmax",
+    "convolutions and products": "conv|xmma|gemm|cutlass|cudnn|nvjet|wgrad|dgrad|implicit",
+}
 
 
 def bench_train(config: RunConfig, rounds: int = 5) -> dict[str, Any]:
@@ -32,8 +40,8 @@ def bench_train(config: RunConfig, rounds: int = 5) -> dict[str, Any]:
 
     Returns:
         Median and spread of seconds an epoch by kind, ratios to the dense twin, and milliseconds a
-        batch by phase. Phases are timed one by one, waiting for the device after each, so they add
-        up to more than a batch takes.
+        batch by phase and, on a GPU, by kind of kernel. Phases are timed one by one, waiting for
+        the device after each, so they add up to more than a batch takes.
     """
     train = replace(config.train, epochs=rounds + 1, finetune_epochs=rounds + 1)
     config = replace(config, train=train)
@@ -52,6 +60,7 @@ def bench_train(config: RunConfig, rounds: int = 5) -> dict[str, Any]:
             for name, contender in contenders.items():
                 seconds[name].append(contender.epoch_seconds(number))
         phases = {name: c.phase_milliseconds() for name, c in contenders.items()}
+        kernels = {name: c.kernel_milliseconds() for name, c in contenders.items()}
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "model": config.model.name,
@@ -66,6 +75,7 @@ def bench_train(config: RunConfig, rounds: int = 5) -> dict[str, Any]:
         "ratio_to_dense": {name: medians[name] / medians["dense"] for name in ("joint", "frozen")},
         "first_epoch_seconds": warm_up,
         "milliseconds_per_batch": phases,
+        "gpu_milliseconds_per_batch": kernels,
     }
 
 
@@ -80,42 +90,56 @@ class _Contender:
         store = CheckpointStore(folder, keep=0)
         self.trainer = Trainer(config, fabric, model, optimizer, data, store, None, TrainState())
         self.stage = stage
-        self.wrapped, self.optimizer = self.trainer.prepare(stage)
-        self.wait = torch.cuda.synchronize if fabric.device.type == "cuda" else _nothing
+        self.step = self.trainer.prepare(stage)
+        self.on_cuda = fabric.device.type == "cuda"
 
     def epoch_seconds(self, number: int) -> float:
         """Trains one epoch."""
-        self.wait()
+        self._wait()
         start = time.perf_counter()
-        epoch = self.stage.start + number
-        self.trainer.train_epoch(self.wrapped, self.optimizer, self.stage, epoch)
-        self.wait()
+        self.trainer.train_epoch(self.step, self.stage, self.stage.start + number)
+        self._wait()
         return time.perf_counter() - start
 
     def phase_milliseconds(self) -> dict[str, float]:
-        """Median time of each phase of a batch, alone."""
+        """Median time of each phase of a batch, alone. A CUDA graph is one phase."""
         times: dict[str, list[float]] = {}
-        loader = self.trainer.data.train
-        batches = loader.epoch(0)
-        weights = [torch.zeros((), device=self.trainer.fabric.device)] * 2
-        for _ in range(min(PHASE_BATCHES, loader.batches_per_epoch)):
-            torch.compiler.cudagraph_mark_step_begin()
+        step, batches = self.step, self.trainer.data.train.epoch(0)
+        for _ in range(min(PHASE_BATCHES, self.trainer.data.train.batches_per_epoch)):
             x, labels = self._timed(times, "data", partial(next, batches))
-            step = partial(self.wrapped, x, labels, *weights)
-            loss, _, _ = self._timed(times, "forward", step)
-            self.optimizer.zero_grad(set_to_none=True)
-            self._timed(times, "backward", partial(self.trainer.fabric.backward, loss))
-            self._timed(times, "optimizer", self.optimizer.step)
+            if isinstance(step, GraphedStep):
+                self._timed(times, "step", partial(step.run, x, labels))
+                continue
+            loss, *_ = self._timed(times, "forward", partial(step.forward, x, labels))
+            self._timed(times, "backward", partial(step.backward, loss))
+            self._timed(times, "optimizer", step.optimizer.step)
         return {name: statistics.median(values) for name, values in times.items()}
 
+    def kernel_milliseconds(self) -> dict[str, float]:
+        """What the GPU does in a batch, by kind of kernel; empty without one."""
+        if not self.on_cuda:
+            return {}
+        batches = self.trainer.data.train.epoch(0)
+        x, labels = next(batches)
+        self._wait()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(PROFILED_BATCHES):
+                self.step.run(x, labels)
+            self._wait()
+        totals = dict.fromkeys([*KERNEL_KINDS, "other"], 0.0)
+        for event in profile.key_averages():
+            kinds = (k for k, pattern in KERNEL_KINDS.items() if re.search(pattern, event.key))
+            totals[next(kinds, "other")] += event.self_device_time_total
+        return {kind: t / 1e3 / PROFILED_BATCHES for kind, t in totals.items()}
+
     def _timed(self, times: dict[str, list[float]], name: str, call: Callable[[], Any]) -> Any:
-        self.wait()
+        self._wait()
         start = time.perf_counter()
         result = call()
-        self.wait()
+        self._wait()
         times.setdefault(name, []).append(1e3 * (time.perf_counter() - start))
         return result
 
-
-def _nothing() -> None:
-    pass
+    def _wait(self) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize()

@@ -127,6 +127,7 @@ _FREE_KEYS = {
     "data.unreadable_limit",
     "train.device",
     "train.compile",
+    "train.cuda_graphs",
     "train.evaluate_epochs",
     "train.checkpoint_epochs",
     "train.checkpoint_minutes",

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepmoe.config import RunConfig, TrainConfig
 from deepmoe.costs import count_costs, count_macs
 from deepmoe.data import DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import TrainingDiverged, TrainingInterrupted, UserError
-from deepmoe.layers import Gates
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
@@ -26,33 +25,10 @@ from deepmoe.training.log import RunLog
 from deepmoe.training.schedules import Stage, learning_rate, stages
 from deepmoe.training.segmentation import SegmentationResult, evaluate_segmentation
 from deepmoe.training.state import TrainState
+from deepmoe.training.step import EagerStep, GraphedStep, Objective
 
 Result = EvalResult | SegmentationResult
 LOOK_EVERY = 20  # batches between looks at figures, which wait for the device
-
-
-class TrainStep(nn.Module):
-    """Model, objective and figures of a batch as one graph, for compilers to work on."""
-
-    def __init__(self, model: DeepMoE, objective: DeepMoELoss) -> None:
-        super().__init__()
-        self.model = model
-        self.objective = objective
-
-    def forward(
-        self, x_BCHW: Tensor, labels: Tensor, sparsity: Tensor, embedding_weight: Tensor
-    ) -> tuple[Tensor, Tensor, Gates | None]:
-        """Returns the loss, the batch's share of an epoch's sums, and the gates.
-
-        The figures are the loss's parts, hits, counted labels and 1.
-        """
-        output = self.model(x_BCHW)
-        parts = self.objective.weighted(output, labels, sparsity, embedding_weight)
-        counted = labels != self.objective.ignore_index
-        hits = ((output.logits.argmax(dim=1) == labels) & counted).sum()
-        ones = torch.ones_like(parts.total)
-        figures = torch.stack([p.double() for p in (*parts, hits, counted.sum(), ones)])
-        return parts.total, figures.detach(), output.gates
 
 
 class Trainer:
@@ -112,19 +88,24 @@ class Trainer:
         for stage in stages(self.config.train):
             if self.state.epoch >= stage.end:
                 continue
-            wrapped, optimizer = self.prepare(stage)
+            step = self.prepare(stage)
             for epoch in range(max(self.state.epoch, stage.start), stage.end):
-                self._run_epoch(wrapped, optimizer, stage, epoch)
+                self._run_epoch(step, stage, epoch)
 
-    def prepare(self, stage: Stage) -> tuple[nn.Module, Any]:
-        """Model and optimiser as a stage trains them: compiled, wrapped, frozen where it is."""
+    def prepare(self, stage: Stage) -> EagerStep:
+        """A stage's training step: frozen where it is, compiled and captured where that pays."""
         set_stage(self.model, stage)
-        step = TrainStep(self.model, self._objective(stage))
-        return self.fabric.setup(self._compiled(step), self.optimizer)
+        train, on_cuda = self.config.train, self.fabric.device.type == "cuda"
+        objective = Objective(self.model, self._loss(stage))
+        if train.compile == "on" or (train.compile == "auto" and on_cuda):
+            objective.compile(dynamic=False)
+        wrapped, optimizer = self.fabric.setup(objective, self.optimizer)
+        graphs = train.cuda_graphs == "auto" and on_cuda and self.fabric.world_size == 1
+        return (GraphedStep if graphs else EagerStep)(wrapped, optimizer, self.fabric)
 
-    def _run_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> None:
+    def _run_epoch(self, step: EagerStep, stage: Stage, epoch: int) -> None:
         start, train = time.perf_counter(), self.config.train
-        sums = self.train_epoch(wrapped, optimizer, stage, epoch)
+        sums = self.train_epoch(step, stage, epoch)
         losses = epoch_figures(sum_over_processes(self.fabric, sums))
         skipped = torch.tensor(float(self.data.train.skipped), device=self.fabric.device)
         skipped = sum_over_processes(self.fabric, skipped)
@@ -155,11 +136,11 @@ class Trainer:
             if self.fabric.is_global_zero:
                 self.store.keep_epoch(epoch + 1, is_best=is_best)
 
-    def train_epoch(self, wrapped: nn.Module, optimizer: Any, stage: Stage, epoch: int) -> Tensor:
+    def train_epoch(self, step: EagerStep, stage: Stage, epoch: int) -> Tensor:
         """Trains from the state's batch on; returns sums of loss parts, hits and labels."""
         set_stage(self.model, stage)
         device, loader, train = self.fabric.device, self.data.train, self.config.train
-        objective = self._objective(stage)
+        loss = self._loss(stage)
         sums = torch.zeros(len(LossParts._fields) + 3, dtype=torch.float64, device=device)
         self.looked_at = sums.clone()
         if self.state.sums:  # of all processes together, so one goes on with them
@@ -169,23 +150,15 @@ class Trainer:
         for batch, (x_BCHW, labels) in enumerate(loader.epoch(epoch, first), start=first):
             # Noise inside the model depends on seed and batch alone: a resumed run repeats it.
             torch.manual_seed(derive_seed(train.seed, epoch, batch, 1))
-            torch.compiler.cudagraph_mark_step_begin()
             now = epoch + batch / loader.batches_per_epoch
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(train, now)
-            # As tensors, filled on the device: numbers would be compiled into the graph.
-            weights = [torch.full((), w, device=device) for w in objective.weights(now)]
-            total, figures, gates = wrapped(x_BCHW, labels, *weights)
-            optimizer.zero_grad(set_to_none=True)
-            self.fabric.backward(total)
-            optimizer.step()
-            if self.budget is not None and not stage.frozen:
+            figures, gates = step(x_BCHW, labels, learning_rate(train, now), *loss.weights(now))
+            if self.budget is not None and gates is not None and not stage.frozen:
                 self.budget.step(gates, now / train.epochs, self.fabric)
             sums += figures
             self._after_batch(epoch, batch + 1, sums, gates)
         return sums
 
-    def _objective(self, stage: Stage) -> DeepMoELoss:
+    def _loss(self, stage: Stage) -> DeepMoELoss:
         ignore = VOID if self.data.info.task == "segmentation" else -100
         return DeepMoELoss.from_config(self.config.loss, frozen=stage.frozen, ignore_index=ignore)
 
@@ -261,16 +234,6 @@ class Trainer:
         with self.fabric.autocast():
             return evaluate_on(self.model, self.data)
 
-    def _compiled(self, step: "TrainStep") -> nn.Module:
-        wanted, on_cuda = self.config.train.compile, self.fabric.device.type == "cuda"
-        if wanted == "off" or (wanted == "auto" and not on_cuda):
-            return step
-        # CUDA graphs, since launching kernels one by one takes longer than running them.
-        graphs = on_cuda and self.fabric.world_size == 1
-        compiled = torch.compile(step, mode="reduce-overhead" if graphs else "default")
-        assert isinstance(compiled, nn.Module)
-        return compiled
-
     def _make_budget(self) -> MacsBudget | None:
         train = self.config.train
         if train.target_macs is None or not self.model.gated:
@@ -315,7 +278,7 @@ def make_optimizer(model: DeepMoE, train: TrainConfig) -> torch.optim.SGD:
 
 
 def epoch_figures(totals: Tensor) -> dict[str, float]:
-    """Means from the sums of TrainStep's figures."""
+    """Means from the sums of the steps' figures."""
     *losses, correct, labels, batches = totals.tolist()
     means = {f: v / max(1.0, batches) for f, v in zip(LossParts._fields, losses, strict=True)}
     return {
