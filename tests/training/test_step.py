@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import tiny_config
 
 from deepmoe.training import fit
-from helpers import tiny_config
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
