@@ -3,13 +3,36 @@
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Self
+from typing import Protocol, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepmoe.errors import UserError
-from deepmoe.layers import Layer
+from deepmoe.layers import Gates, Layer
+
+
+class Runner(Protocol):
+    """What runs at the layers of a backbone, which are named by their paths."""
+
+    def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
+        """Convolution, batch norm, gate and (where the layer has one) ReLU."""
+
+    def convolve_onto(
+        self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
+    ) -> Tensor:
+        """Adds a convolution to the residual stream, then ReLU.
+
+        Args:
+            path: of the convolution.
+            x_BCHW: its input.
+            stream_BCHW: what it is added to.
+            at: where some outputs were removed, the channels of the stream that the others are for.
+        """
+
+    def classify(self, path: str, x: Tensor) -> Tensor:
+        """The classifier, a linear layer or a convolution."""
 
 
 class Backbone(nn.Module, ABC):
@@ -18,9 +41,17 @@ class Backbone(nn.Module, ABC):
     gate_widths: tuple[int, ...]
     """Channels of each gated convolution, in the order in which `forward` takes the gates."""
 
-    @abstractmethod
+    gate_slots: dict[str, int | None]
+    """For the path of each convolution, which of the gates follows it."""
+
     def forward(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
         """Class logits. `gates` holds one g_BC tensor a gated convolution; `None` runs dense."""
+        self.check_gates(gates)
+        return self.wire(x_BCHW, ModuleRunner(self, gates))
+
+    @abstractmethod
+    def wire(self, x_BCHW: Tensor, run: Runner) -> Tensor:
+        """How the layers are connected; what runs at each of them is up to the runner."""
 
     @abstractmethod
     def layers(self, height: int, width: int) -> list[Layer]:
@@ -77,6 +108,30 @@ class Backbone(nn.Module, ABC):
                 f"expected gates of widths {list(self.gate_widths)}, "
                 f"got {[g.shape[1] for g in gates]}"
             )
+
+
+class ModuleRunner:
+    """Runs the backbone's own modules, with gates or dense."""
+
+    def __init__(self, backbone: Backbone, gates: Sequence[Tensor] | Gates | None) -> None:
+        self.backbone = backbone
+        self.gates = gates
+
+    def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
+        slot = self.backbone.gate_slots[path]
+        gate = self.gates[slot] if self.gates is not None and slot is not None else None
+        return self.backbone.get_submodule(path)(x_BCHW, gate)
+
+    def convolve_onto(
+        self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
+    ) -> Tensor:
+        y = self.convolve(path, x_BCHW)
+        if at is None:
+            return F.relu(stream_BCHW + y)
+        return F.relu(stream_BCHW.index_add(1, at, y.to(stream_BCHW.dtype)))
+
+    def classify(self, path: str, x: Tensor) -> Tensor:
+        return self.backbone.get_submodule(path)(x)
 
 
 MOST_WIDE = 1000

@@ -1,10 +1,9 @@
 """Dilated residual networks for segmentation."""
 
-from collections.abc import Sequence
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepmoe.backbones.base import Runner
 from deepmoe.backbones.resnet import ResNet, Stage
 from deepmoe.layers import Layer, conv_layer
 
@@ -15,8 +14,8 @@ class DRN(ResNet):
     def _make_classifier(self, channels: int, classes: int) -> nn.Module:
         return nn.Conv2d(channels, classes, 1)
 
-    def forward(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
-        logits = self.fc(self.features(x_BCHW, gates))
+    def wire(self, x_BCHW: Tensor, run: Runner) -> Tensor:
+        logits = run.classify("fc", self.features(x_BCHW, run))
         size = x_BCHW.shape[-2:]
         return F.interpolate(logits, size=size, mode="bilinear", align_corners=False)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepmoe.backbones.base import Backbone, initialise_convs, scaled_width
+from deepmoe.backbones.base import Backbone, Runner, initialise_convs, scaled_width
 from deepmoe.errors import UserError
 from deepmoe.layers import GatedConv, Layer, linear_layer
 
@@ -133,14 +133,16 @@ class ResidualBlock(nn.Module):
         """The chain of convolutions, typed."""
         return [conv for conv in self.convs if isinstance(conv, GatedConv)]
 
-    def forward(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
-        y = x_BCHW
-        for conv, slot in zip(self.convs, self.slots, strict=True):
-            y = conv(y, gates[slot] if gates is not None and slot is not None else None)
-        stream = self.shortcut(x_BCHW)
-        if self.stream_index is None:
-            return F.relu(stream + y)
-        return F.relu(stream.index_add(1, self.stream_index, y.to(stream.dtype)))
+    def forward(self, path: str, x_BCHW: Tensor, run: Runner) -> Tensor:
+        """Runs the block that lies at this path of a network."""
+        y, last = x_BCHW, len(self.convs) - 1
+        for i in range(last):
+            y = run.convolve(f"{path}.convs.{i}", y)
+        if isinstance(self.shortcut, GatedConv):
+            stream = run.convolve(f"{path}.shortcut", x_BCHW)
+        else:
+            stream = self.shortcut(x_BCHW)
+        return run.convolve_onto(f"{path}.convs.{last}", y, stream, self.stream_index)
 
 
 class ResNet(Backbone):
@@ -181,6 +183,11 @@ class ResNet(Backbone):
             stages.append(nn.Sequential(*blocks))
         self.stages = nn.ModuleList(stages)
         self.gate_widths = tuple(gate_widths)
+        self.gate_slots = {"stem": None}
+        for path, block in self.blocks():
+            self.gate_slots[f"{path}.shortcut"] = None
+            for i, slot in enumerate(block.slots):
+                self.gate_slots[f"{path}.convs.{i}"] = slot
         self.fc = self._make_classifier(stream, spec.classes)
         initialise_convs(self)
 
@@ -195,18 +202,17 @@ class ResNet(Backbone):
                 assert isinstance(block, ResidualBlock)
                 yield f"stages.{s}.{b}", block
 
-    def features(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
+    def wire(self, x_BCHW: Tensor, run: Runner) -> Tensor:
+        return run.classify("fc", self.features(x_BCHW, run).mean(dim=(2, 3)))
+
+    def features(self, x_BCHW: Tensor, run: Runner) -> Tensor:
         """The residual stream after the last block."""
-        self.check_gates(gates)
-        x = self.stem(x_BCHW)
+        x = run.convolve("stem", x_BCHW)
         if self.spec.stem == "imagenet":
             x = F.max_pool2d(x, 3, stride=2, padding=1)
-        for _, block in self.blocks():
-            x = block(x, gates)
+        for path, block in self.blocks():
+            x = block(path, x, run)
         return x
-
-    def forward(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
-        return self.fc(self.features(x_BCHW, gates).mean(dim=(2, 3)))
 
     def layers(self, height: int, width: int) -> list[Layer]:
         size = self.stem.output_size(height, width)

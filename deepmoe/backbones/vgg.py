@@ -6,7 +6,7 @@ from typing import Self
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepmoe.backbones.base import Backbone, initialise_convs, scaled_width
+from deepmoe.backbones.base import Backbone, Runner, initialise_convs, scaled_width
 from deepmoe.errors import UserError
 from deepmoe.layers import GatedConv, Layer, linear_layer
 
@@ -62,18 +62,17 @@ class VGG(Backbone):
         self.classifier = nn.Linear(self.widths[-1], classes)
         last_of_stage = [sum(convs_per_stage[: s + 1]) - 1 for s in range(len(convs_per_stage))]
         self.pools_after = frozenset(last_of_stage)
+        self.gate_slots = {f"convs.{i}": self._gate_after(i) for i in range(len(self.convs))}
         initialise_convs(self)
 
-    def forward(self, x_BCHW: Tensor, gates: Sequence[Tensor] | None = None) -> Tensor:
-        self.check_gates(gates)
+    def wire(self, x_BCHW: Tensor, run: Runner) -> Tensor:
         x = x_BCHW
-        for i, conv in enumerate(self.convs):
-            slot = self._gate_after(i)
-            x = conv(x, gates[slot] if gates is not None and slot is not None else None)
+        for i in range(len(self.convs)):
+            x = run.convolve(f"convs.{i}", x)
             if i in self.pools_after:
                 # Max pooling takes no empty input; a network may have lost all of a layer.
                 x = F.max_pool2d(x, 2) if x.shape[1] else x[:, :, 1::2, 1::2]
-        return self.classifier(x.mean(dim=(2, 3)))
+        return run.classify("classifier", x.mean(dim=(2, 3)))
 
     def layers(self, height: int, width: int) -> list[Layer]:
         smallest = 2 ** len(self.convs_per_stage)

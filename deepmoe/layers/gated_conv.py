@@ -1,11 +1,10 @@
 """Convolution, batch norm, gate, ReLU: in this order."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepmoe.layers.description import Layer, conv_layer
-from deepmoe.ops import normalised_relu_gate, scale_channels
+from deepmoe.ops import scale_channels
 
 
 class GatedConv(nn.Module):
@@ -43,30 +42,11 @@ class GatedConv(nn.Module):
 
     def forward(self, x_BCHW: Tensor, g_BC: Tensor | None = None) -> Tensor:
         y = self._convolve(x_BCHW)
-        if g_BC is not None and self.relu and self._learns_compiled():
-            return self._normalise_relu_gate(y, g_BC)
         if self.conv.out_channels:
             y = self.bn(y)
         # ReLU and gate may change places, as gates are not negative. This way round, the gradient
         # of a closed gate is not lost in a ReLU of zero, and it may open again.
         return scale_channels(F.relu(y) if self.relu else y, g_BC)
-
-    def _learns_compiled(self) -> bool:
-        plain = type(self.bn) is nn.BatchNorm2d  # not one that is synchronised over devices
-        compiled = torch.compiler.is_compiling() and self.training
-        return compiled and plain and self.conv.out_channels > 0
-
-    def _normalise_relu_gate(self, y_BCHW: Tensor, g_BC: Tensor) -> Tensor:
-        bn = self.bn
-        out, mean, variance = normalised_relu_gate(y_BCHW, bn.weight, bn.bias, g_BC, bn.eps)
-        assert bn.running_mean is not None and bn.running_var is not None
-        assert bn.num_batches_tracked is not None and bn.momentum is not None
-        with torch.no_grad():
-            values = y_BCHW.numel() // max(1, y_BCHW.shape[1])
-            bn.running_mean.lerp_(mean, bn.momentum)
-            bn.running_var.lerp_(variance * (values / max(1, values - 1)), bn.momentum)
-            bn.num_batches_tracked.add_(1)
-        return out
 
     def _convolve(self, x_BCHW: Tensor) -> Tensor:
         if self.conv.in_channels and self.conv.out_channels:

@@ -1,13 +1,7 @@
 """Operations on gated channels: the plain reference and what training runs."""
 
-from deepmoe.ops.gated_norm import normalised_relu_gate
 from deepmoe.ops.gating import scale_channels
 from deepmoe.ops.precision import at_least_single
 from deepmoe.ops.reference import mixture_of_experts_conv2d
 
-__all__ = [
-    "at_least_single",
-    "mixture_of_experts_conv2d",
-    "normalised_relu_gate",
-    "scale_channels",
-]
+__all__ = ["at_least_single", "mixture_of_experts_conv2d", "scale_channels"]
