@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from deepmoe.losses import DeepMoELoss
     from deepmoe.model import DeepMoE, DeepMoEOutput
     from deepmoe.registry import create_model, list_models, register_model
+    from deepmoe.sparse import sparsify
     from deepmoe.training import evaluate, fit, load_checkpoint
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ _HOMES = {
     "create_model": "deepmoe.registry",
     "list_models": "deepmoe.registry",
     "register_model": "deepmoe.registry",
+    "sparsify": "deepmoe.sparse",
     "evaluate": "deepmoe.training",
     "fit": "deepmoe.training",
     "load_checkpoint": "deepmoe.training",
@@ -42,6 +44,7 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "register_model",
+    "sparsify",
 ]
 
 

@@ -102,6 +102,7 @@ class TrainConfig:
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
     budget_by_cost: bool = False  # press harder where a channel costs more
     channel_floor: float = 0.05  # share of each layer's channels that a budget leaves running
+    codes: int | None = None  # frozen stage: gates come from a codebook of so many routes
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "64-true", "32-true", "bf16-mixed"] = "auto"  # bf16-mixed on CUDA
     compile: Literal["auto", "on", "off"] = "auto"  # auto: on CUDA
@@ -152,6 +153,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.seed": (0, 2**32 - 1),
     "train.target_macs": (TINY, 1e18),
     "train.channel_floor": (TINY, 1),
+    "train.codes": (1, 65536),
     "train.loss_limit": (TINY, HUGE),
     "train.evaluate_epochs": (1, 1e6),
     "train.checkpoint_epochs": (1, 1e6),
@@ -187,11 +189,19 @@ class RunConfig:
             raise UserError(f"data.scale must rise, not fall: {list(self.data.scale)}")
         if self.train.nesterov and not self.train.momentum:
             raise UserError("train.nesterov needs a train.momentum above 0")
+        if self.train.codes is not None and not self.train.finetune_epochs:
+            raise UserError("train.codes needs a frozen stage: set train.finetune_epochs")
+        if self.train.codes is not None and self.model.gates == "none":
+            raise UserError("train.codes needs a gated model, but model.gates is none")
 
     @property
     def dense(self) -> "RunConfig":
         """The same run without gates: the dense twin."""
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, gates="none"))
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, gates="none"),
+            train=dataclasses.replace(self.train, codes=None),
+        )
 
 
 def preset_names() -> list[str]:

@@ -46,8 +46,16 @@ def count_costs(model: DeepMoE | Backbone, size: Size) -> Costs:
         embedding_params=_parameters(embedding),
         embedding_macs=sum(map(_dense_macs, embedding.layers(*_pair(size)))) if embedding else 0,
         gate_params=_parameters(heads),
-        gate_macs=heads.weight.numel() if heads is not None else 0,
+        gate_macs=_gate_macs(model),
     )
+
+
+def _gate_macs(model: DeepMoE | Backbone) -> int:
+    if not isinstance(model, DeepMoE):
+        return 0
+    heads = model.heads.weight.numel() if model.heads is not None else 0
+    # A codebook compares patterns and values of all channels with those of each code.
+    return heads + (2 * model.codebook.codes.numel() if model.codebook is not None else 0)
 
 
 @overload
@@ -103,6 +111,12 @@ def macs_of_counts(active_BL: Tensor, quadratic: Tensor) -> Tensor:
     """MACs of the base network for each image, from its active channels in each gated layer."""
     a = torch.cat([active_BL, torch.ones_like(active_BL[:, :1])], dim=1)
     return ((a @ quadratic) * a).sum(dim=1)
+
+
+def marginal_macs(quadratic: Tensor, widths_L: Tensor) -> Tensor:
+    """MACs that one channel more would cost in each gated layer, when all channels run."""
+    full = torch.cat([widths_L, widths_L.new_ones(1)])
+    return ((quadratic + quadratic.T) @ full)[:-1]
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from deepmoe.backbones import Backbone
-from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads, ShallowEmbedding
+from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads, RouteCodebook, ShallowEmbedding
 
 
 class DeepMoEOutput(NamedTuple):
@@ -27,7 +27,8 @@ class DeepMoE(nn.Module):
     """A base network whose channels an embedding of the image switches and scales.
 
     Gates are passed as arguments and returned, never kept on a layer. Without embedding and heads
-    it is the dense twin: the same base network, losses and training loop.
+    it is the dense twin: the same base network, losses and training loop. With a codebook, the
+    gates of an image are those of the nearest of its codes.
     """
 
     def __init__(
@@ -35,13 +36,17 @@ class DeepMoE(nn.Module):
         embedding: ShallowEmbedding | None,
         heads: GateHeads | NoisyTopKHeads | None,
         backbone: Backbone,
+        codebook: RouteCodebook | None = None,
     ) -> None:
         super().__init__()
         if (embedding is None) != (heads is None):
             raise ValueError("embedding and heads go together: give both, or neither")
+        if codebook is not None and heads is None:
+            raise ValueError("a codebook needs gates to replace: give embedding and heads too")
         self.embedding = embedding
         self.heads = heads
         self.backbone = backbone
+        self.codebook = codebook
 
     @property
     def gated(self) -> bool:
@@ -57,7 +62,10 @@ class DeepMoE(nn.Module):
         if self.embedding is None or self.heads is None:
             return None, None
         e_BD, embedding_logits = self.embedding(x_BCHW)
-        return self.heads(e_BD), embedding_logits
+        gates = self.heads(e_BD)
+        if self.codebook is not None:
+            gates = self.codebook(gates)
+        return gates, embedding_logits
 
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
         gates, embedding_logits = self.route(x_BCHW)

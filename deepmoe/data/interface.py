@@ -20,6 +20,10 @@ class Loader(Protocol):
         """Length of a training epoch."""
 
     @property
+    def images(self) -> int:
+        """How many images an iteration goes over, in this process."""
+
+    @property
     def skipped(self) -> int:
         """How many files could not be read so far."""
 
@@ -37,5 +41,5 @@ class DataSource:
     info: DataInfo
     train: Loader
     evaluation: Loader  # the test set, or the held-out training images
-    calibration: Loader  # images that a compute budget may be fitted on
+    calibration: Loader  # images that a compute budget or a codebook may be fitted on
     evaluation_name: str  # "test", "holdout", or the split's own name such as "val"

@@ -76,6 +76,11 @@ class BatchLoader:
         return len(self.split) // self.batch_size
 
     @property
+    def images(self) -> int:
+        """How many images an iteration goes over, in this process."""
+        return len(range(self.shard.rank, len(self.split), self.shard.count))
+
+    @property
     def skipped(self) -> int:
         """Images in memory are never skipped."""
         return 0

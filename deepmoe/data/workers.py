@@ -88,6 +88,11 @@ class WorkerLoader:
         return len(self.reader) // self.batch_size
 
     @property
+    def images(self) -> int:
+        """How many images an iteration goes over, in this process."""
+        return len(range(self.shard.rank, len(self.reader), self.shard.count))
+
+    @property
     def skipped(self) -> int:
         """How many files could not be read so far."""
         return len(self.unreadable)

@@ -1,5 +1,6 @@
 """The parts a gated network is made of."""
 
+from deepmoe.layers.codebook import RouteCodebook
 from deepmoe.layers.description import Layer, conv_layer, linear_layer
 from deepmoe.layers.embedding import ShallowEmbedding
 from deepmoe.layers.gated_conv import GatedConv
@@ -11,6 +12,7 @@ __all__ = [
     "Gates",
     "Layer",
     "NoisyTopKHeads",
+    "RouteCodebook",
     "ShallowEmbedding",
     "conv_layer",
     "linear_layer",

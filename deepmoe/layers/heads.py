@@ -38,7 +38,7 @@ class GateHeads(nn.Module):
         initialise(self.weight, init)
 
     def forward(self, e_BD: Tensor) -> Gates:
-        return _relu(_project(e_BD, self.weight), self.revive).split(self.widths, dim=1)
+        return _relu(project(e_BD, self.weight), self.revive).split(self.widths, dim=1)
 
 
 class NoisyTopKHeads(nn.Module):
@@ -71,15 +71,16 @@ class NoisyTopKHeads(nn.Module):
         initialise(self.weight, init)
 
     def forward(self, e_BD: Tensor) -> Gates:
-        h = _project(e_BD, self.weight)
+        h = project(e_BD, self.weight)
         if self.training:
-            h = h + torch.randn_like(h) * F.softplus(_project(e_BD, self.noise_weight))
+            h = h + torch.randn_like(h) * F.softplus(project(e_BD, self.noise_weight))
         layers = zip(h.split(self.widths, dim=1), self.kept, strict=True)
         return tuple(_softmax_of_top(h_BC, k) for h_BC, k in layers)
 
 
-def _project(e_BD: Tensor, weight_CD: Tensor) -> Tensor:
-    # In full precision even under autocast: a rounded gate could switch a channel on or off.
+def project(e_BD: Tensor, weight_CD: Tensor) -> Tensor:
+    """A linear map in full precision, even under autocast."""
+    # A rounded gate could switch a channel on or off.
     device = e_BD.device.type
     with torch.autocast(device, enabled=False) if device != "meta" else nullcontext():
         return F.linear(e_BD.to(weight_CD.dtype), weight_CD)

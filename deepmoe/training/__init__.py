@@ -1,6 +1,7 @@
 """Two-stage training, evaluation and checkpoints."""
 
 from deepmoe.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from deepmoe.training.codes import learn_codebook
 from deepmoe.training.evaluate import EvalResult, GateRecord, collect_gates, evaluate
 from deepmoe.training.fit import FitResult, fit
 from deepmoe.training.predict import Prediction, predict
@@ -14,6 +15,7 @@ __all__ = [
     "collect_gates",
     "evaluate",
     "fit",
+    "learn_codebook",
     "load_checkpoint",
     "predict",
     "save_checkpoint",

@@ -16,7 +16,7 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from deepmoe.config import TrainConfig
-from deepmoe.costs import Size, cost_matrix, count_costs, macs_of_counts
+from deepmoe.costs import Size, cost_matrix, count_costs, macs_of_counts, marginal_macs
 from deepmoe.data import Batch
 from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates
@@ -124,9 +124,7 @@ class MacsBudget:
     def _pressure(self, by_cost: bool) -> Tensor:
         if not by_cost:
             return torch.ones_like(self.widths)
-        full = torch.cat([self.widths, self.widths.new_ones(1)])
-        # MACs that a channel more would cost, at full width
-        marginal = ((self.quadratic + self.quadratic.T) @ full)[:-1]
+        marginal = marginal_macs(self.quadratic, self.widths)
         return (marginal / marginal.mean()).sqrt()  # the root: costs span orders of magnitude
 
     def _raise_thresholds(self, shifts_L: Tensor) -> None:

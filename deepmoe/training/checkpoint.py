@@ -16,6 +16,7 @@ from torch import Tensor
 from deepmoe.config import RunConfig, config_to_dict
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
+from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
 from deepmoe.structure import structured
@@ -139,9 +140,10 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     config, info, state = _parse_header(path, header)
     with torch.device("meta"):
         model = model_from_config(config, info.classes)
+    weights = _with_prefix(tensors, "model.")
+    model.codebook = _empty_codebook(model, weights)
     if config.train.precision == "64-true":
         model.double()
-    weights = _with_prefix(tensors, "model.")
     optimizer_state: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in _with_prefix(tensors, "optimizer.").items():
         key, _, name = full_name.partition(".")
@@ -183,6 +185,15 @@ def _parse_header(
         return config, info, state
     except (KeyError, ValueError, RecursionError) as error:
         raise UserError(f"checkpoint {path} has a damaged header: {error}") from error
+
+
+def _empty_codebook(model: DeepMoE, weights: dict[str, Tensor]) -> RouteCodebook | None:
+    """A codebook of as many codes as were saved; `None` where there is none that could fit."""
+    saved = weights.get("codebook.codes")
+    if not model.gated or saved is None or saved.dim() != 2 or not len(saved):
+        return None
+    widths = model.backbone.gate_widths
+    return RouteCodebook(torch.zeros(len(saved), sum(widths)), torch.zeros(sum(widths)), widths)
 
 
 def _fits(

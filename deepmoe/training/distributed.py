@@ -1,7 +1,8 @@
 """Several devices: which process this is, and batch norm over all of them."""
 
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from lightning_fabric import Fabric
@@ -10,6 +11,8 @@ from torch import Tensor, distributed, nn
 from deepmoe.config import TrainConfig
 from deepmoe.data import Shard
 from deepmoe.errors import UserError
+
+T = TypeVar("T")
 
 
 def make_fabric(train: TrainConfig, *, devices: int = 1, nodes: int = 1) -> Fabric:
@@ -67,6 +70,23 @@ def copy_from_first(fabric: Fabric, tensor: Tensor) -> None:
     """Gives every process the first one's values, in place."""
     if fabric.world_size > 1:
         distributed.broadcast(tensor.data, src=0)
+
+
+def made_by_first(fabric: Fabric, make: Callable[[], T]) -> T:
+    """What the first process makes, a copy of it in every other; a UserError of it reaches all.
+
+    What is made must lie on the CPU: copies would come to the first process's device.
+    """
+    made: Any = None
+    if fabric.is_global_zero:
+        try:
+            made = make()
+        except UserError as error:
+            made = error
+    made = fabric.broadcast(made)
+    if isinstance(made, UserError):
+        raise made
+    return made
 
 
 def synchronise_bn(model: nn.Module, fabric: Fabric) -> None:

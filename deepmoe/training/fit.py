@@ -65,7 +65,7 @@ def fit(
         seed=train.seed,
         device=fabric.device,
         shard=shard_of(fabric),
-        calibrate=train.target_macs is not None and config.model.gates != "none",
+        calibrate=_calibrates(config),
     )
     model = make_model(config, data.info.classes, fabric.device)
     count_costs(model, data.info.size)  # tells at once if the images are too small for the network
@@ -93,6 +93,12 @@ def fit(
     return FitResult(model, result, data, store.last, out / METRICS_NAME)
 
 
+def _calibrates(config: RunConfig) -> bool:
+    train = config.train
+    fitted = train.target_macs is not None or train.codes is not None
+    return fitted and config.model.gates != "none"
+
+
 def _check_folder(out: Path, store: CheckpointStore, *, resume: bool, overwrite: bool) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"cannot write to {out}: it is not a folder")
@@ -111,6 +117,8 @@ def _restore(
     changed = _changed_keys(checkpoint.config, config)
     if changed:
         raise UserError(f"{path} is from a run with other settings of {', '.join(changed)}")
+    if checkpoint.model.codebook is not None:
+        model.codebook = checkpoint.model.codebook.to(next(model.parameters()).device)
     model.to(next(checkpoint.model.parameters()).dtype)
     model.load_state_dict(checkpoint.model.state_dict())
     for name, parameter in model.named_parameters():

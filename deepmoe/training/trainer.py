@@ -13,12 +13,19 @@ from deepmoe.costs import count_costs, count_macs
 from deepmoe.data import DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import TrainingDiverged, TrainingInterrupted, UserError
+from deepmoe.layers import RouteCodebook
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
 from deepmoe.training.budget import MacsBudget
 from deepmoe.training.checkpoint import CheckpointStore, save_checkpoint
-from deepmoe.training.distributed import any_process, copy_from_first, sum_over_processes
+from deepmoe.training.codes import check_codes, learn_codebook
+from deepmoe.training.distributed import (
+    any_process,
+    copy_from_first,
+    made_by_first,
+    sum_over_processes,
+)
 from deepmoe.training.evaluate import EvalResult, evaluate
 from deepmoe.training.interrupts import Interrupts
 from deepmoe.training.log import RunLog
@@ -66,6 +73,9 @@ class Trainer:
         self.state = state
         self.interrupts = Interrupts()
         self.budget = self._make_budget()
+        codes = config.train.codes
+        if codes is not None:  # a mistake is told now, not when they are learnt hours later
+            made_by_first(fabric, lambda: check_codes(codes, data.calibration.images))
         self.saved_at = time.monotonic()
         self.result: Result | None = None
         self.looked_at = torch.zeros(0)  # the sums at the last look
@@ -88,6 +98,9 @@ class Trainer:
         for stage in stages(self.config.train):
             if self.state.epoch >= stage.end:
                 continue
+            codes = self.config.train.codes
+            if stage.frozen and codes is not None and self.model.codebook is None:
+                self.model.codebook = self._learn_codebook(codes)
             step = self.prepare(stage)
             for epoch in range(max(self.state.epoch, stage.start), stage.end):
                 self._run_epoch(step, stage, epoch)
@@ -233,6 +246,15 @@ class Trainer:
     def _evaluate(self) -> Result:
         with self.fabric.autocast():
             return evaluate_on(self.model, self.data)
+
+    def _learn_codebook(self, codes: int) -> RouteCodebook:
+        def learn() -> RouteCodebook:
+            size, seed = self.data.info.size, self.config.train.seed
+            with self.fabric.autocast():  # as in the steps to come
+                return learn_codebook(self.model, self.data.calibration, codes, size, seed).cpu()
+
+        # By one process: others may see images of their own, and find another number of codes.
+        return made_by_first(self.fabric, learn).to(self.fabric.device)
 
     def _make_budget(self) -> MacsBudget | None:
         train = self.config.train

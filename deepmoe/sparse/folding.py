@@ -1,0 +1,104 @@
+"""A base network as plain convolutions: batch norm folded into weights and biases."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from deepmoe.backbones import Backbone
+from deepmoe.layers import GatedConv
+
+_ANY_SIZE = (512, 512)  # where only the connections of the layers matter
+
+
+@dataclass(frozen=True)
+class FoldedLayer:
+    """A convolution (or linear classifier) with batch norm inside, and the gates around it."""
+
+    weight: Tensor  # (O, I, K, K), or (O, I) of a linear layer
+    bias: Tensor | None
+    stride: tuple[int, ...] = (1, 1)
+    padding: tuple[int, ...] = (0, 0)
+    dilation: tuple[int, ...] = (1, 1)
+    relu: bool = False
+    in_gate: int | None = None  # which gate scales the input channels
+    out_gate: int | None = None  # which gate scales the output channels
+
+    @property
+    def is_conv(self) -> bool:
+        return self.weight.ndim == 4
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of a convolution's output for an input of this size."""
+        sizes = [
+            (size + 2 * p - d * (k - 1) - 1) // s + 1
+            for size, p, d, k, s in zip(
+                (height, width),
+                self.padding,
+                self.dilation,
+                self.weight.shape[2:],
+                self.stride,
+                strict=True,
+            )
+        ]
+        return sizes[0], sizes[1]
+
+    def take(self, outputs: Tensor | None, inputs: Tensor | None) -> Self:
+        """The layer of these output and input channels alone; `None` takes all of them."""
+        weight, bias = self.weight, self.bias
+        if outputs is not None:
+            weight = weight.index_select(0, outputs)
+            bias = None if bias is None else bias.index_select(0, outputs)
+        if inputs is not None:
+            weight = weight.index_select(1, inputs)
+        return replace(self, weight=weight, bias=bias)
+
+
+def fold(backbone: Backbone, dtype: torch.dtype) -> dict[str, FoldedLayer]:
+    """Every layer of a network by its path, as evaluation runs it."""
+    folded = {}
+    for layer in backbone.layers(*_ANY_SIZE):
+        found = _fold_module(backbone.get_submodule(layer.path), dtype)
+        folded[layer.path] = replace(found, in_gate=layer.in_gate, out_gate=layer.out_gate)
+    return _with_shortcut_biases_moved(folded)
+
+
+def _with_shortcut_biases_moved(layers: dict[str, FoldedLayer]) -> dict[str, FoldedLayer]:
+    """The convolution that is added to a shortcut adds its bias too, where no gate would scale it.
+
+    That saves a pass over the residual stream.
+    """
+    moved = dict(layers)
+    for path in (p for p in layers if p.endswith(".shortcut")):
+        block = path.removesuffix("shortcut") + "convs."
+        last = max(p for p in layers if p.startswith(block))
+        bias, onto = layers[path].bias, layers[last].bias
+        if layers[last].out_gate is None and bias is not None and onto is not None:
+            moved[path] = replace(layers[path], bias=None)
+            moved[last] = replace(layers[last], bias=onto + bias)
+    return moved
+
+
+def _fold_module(module: nn.Module, dtype: torch.dtype) -> FoldedLayer:
+    if isinstance(module, GatedConv):
+        weight, bias = _folded_weight(module)
+        geometry = _geometry(module.conv)
+        return FoldedLayer(weight.to(dtype), bias.to(dtype), **geometry, relu=module.relu)
+    assert isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None
+    geometry = _geometry(module) if isinstance(module, nn.Conv2d) else {}
+    return FoldedLayer(module.weight.detach().to(dtype), module.bias.detach().to(dtype), **geometry)
+
+
+def _geometry(conv: nn.Conv2d) -> dict[str, Any]:
+    assert not isinstance(conv.padding, str)
+    return {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+
+
+def _folded_weight(module: GatedConv) -> tuple[Tensor, Tensor]:
+    bn, weight = module.bn, module.conv.weight.detach()
+    assert bn.running_mean is not None and bn.running_var is not None
+    # In double precision, so that folding itself adds no error to speak of.
+    scale = bn.weight.detach().double() / (bn.running_var.double() + bn.eps).sqrt()
+    bias = bn.bias.detach().double() - bn.running_mean.double() * scale
+    return weight.double() * scale[:, None, None, None], bias

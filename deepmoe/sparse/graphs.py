@@ -1,0 +1,86 @@
+"""Networks on a GPU: captured as CUDA graphs, and run side by side on streams."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST_GRAPHS = 256  # each holds memory for its activations
+STREAMS = 8
+
+
+class Work(NamedTuple):
+    """A function of tensors, and what to call it with."""
+
+    name: Hashable  # the same name always means the same function
+    function: Callable[..., Any]
+    inputs: tuple[Tensor, ...]
+
+
+class GraphCache:
+    """Runs functions; one that comes with inputs of the same shapes again is captured."""
+
+    def __init__(self) -> None:
+        self.graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self.seen: set[Hashable] = set()
+        self.streams = [torch.cuda.Stream() for _ in range(STREAMS)]
+
+    def run(self, work: Work) -> Any:
+        """Runs a function; its result is good until it is called again."""
+        return self._prepared(work)(*work.inputs)
+
+    def run_all(self, works: Sequence[Work]) -> list[Any]:
+        """Runs functions side by side; results are good until they are called again."""
+        ready = [self._prepared(work) for work in works]
+        here, results = torch.cuda.current_stream(), []
+        for i, (call, work) in enumerate(zip(ready, works, strict=True)):
+            stream = self.streams[i % STREAMS]
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                results.append(call(*work.inputs))
+        for stream in self.streams[: len(works)]:
+            here.wait_stream(stream)
+        return results
+
+    def forget(self, name: Hashable) -> None:
+        """Drops the graphs of a function that is gone."""
+        for key in [k for k, graph in self.graphs.items() if graph.name == name]:
+            del self.graphs[key]
+
+    def _prepared(self, work: Work) -> Callable[..., Any]:
+        key = (work.name, *(x.shape for x in work.inputs))
+        if key in self.graphs:
+            self.graphs.move_to_end(key)
+            return self.graphs[key]
+        if key not in self.seen:  # capturing pays only for what comes again
+            self.seen.add(key)
+            return work.function
+        self.graphs[key] = _Graph(work)
+        if len(self.graphs) > MOST_GRAPHS:
+            self.graphs.popitem(last=False)
+        return self.graphs[key]
+
+
+class _Graph:
+    """A function captured for inputs of certain shapes."""
+
+    def __init__(self, work: Work) -> None:
+        self.name = work.name
+        self.function = work.function  # keeps its weights alive
+        self.inputs = [x.clone() for x in work.inputs]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work.function(*self.inputs)  # libraries set themselves up
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self.result = work.function(*self.inputs)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
+        self.graph.replay()
+        return self.result

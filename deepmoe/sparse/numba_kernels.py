@@ -1,0 +1,176 @@
+"""CPU kernels that PyTorch has no operator for. Imported on first use: Numba is slow to import.
+
+A convolution over few positions is bound by reading its weights, so copying the active ones first
+would double the work. `stream` reads them where they lie, the rows of active inputs only, and
+multiplies them by the inputs that are not zero.
+
+Each kernel is a task for `run_on_threads`: its one argument is a block of integers that holds the
+next piece of work, the number of pieces, and sizes and addresses of arrays.
+"""
+
+# mypy: ignore-errors
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, cfunc, types
+from numba.extending import intrinsic
+
+GROUP = 8  # rows that are added at once, so that sums are loaded and stored less often
+CHUNK = 16  # input channels whose rows should stay in the cache while positions pass over them
+ROWS = 8  # output channels that one piece of `collect` copies
+
+
+@intrinsic
+def _claim(typing_context, block):
+    """The number of the next piece; no other thread gets the same."""
+
+    def code(context, builder, signature, arguments):
+        counter = builder.bitcast(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.voidptr), code
+
+
+def _pointer_to(dtype):
+    @intrinsic
+    def pointer(typing_context, address):
+        def code(context, builder, signature, arguments):
+            to = context.get_value_type(signature.return_type)
+            return builder.inttoptr(arguments[0], to)
+
+        return types.CPointer(dtype)(types.int64), code
+
+    return pointer
+
+
+_floats, _integers, _longs = (
+    _pointer_to(dtype) for dtype in (types.float32, types.int32, types.int64)
+)
+
+
+@cfunc("void(voidptr)", cache=True, nopython=True)
+def collect(block):
+    """out[r, c] = source[rows[r], columns[c]], of arrays of shape (outputs, inputs, taps).
+
+    Arguments: inputs, taps, number of rows, of columns; how far apart columns and taps lie in a
+    row of the output; source, rows, columns, out.
+    """
+    args = carray(block, 12, dtype=np.int64)
+    inputs, taps, n_rows, n_columns = args[2], args[3], args[4], args[5]
+    column_step, tap_step = args[6], args[7]
+    source = carray(_floats(args[8]), 1)
+    rows = carray(_longs(args[9]), n_rows)
+    columns = carray(_longs(args[10]), n_columns)
+    out = carray(_floats(args[11]), (n_rows, n_columns * taps))
+    while True:
+        piece = _claim(block)
+        if piece >= args[1]:
+            break
+        for r in range(piece * ROWS, min((piece + 1) * ROWS, n_rows)):
+            start = rows[r] * inputs * taps
+            to = out[r]
+            if taps == 9 and tap_step == 1:  # constants let the compiler copy by vectors
+                for c in range(n_columns):
+                    at = start + columns[c] * 9
+                    for k in range(9):
+                        to[c * 9 + k] = source[at + k]
+            elif taps == 9:
+                for c in range(n_columns):
+                    at = start + columns[c] * 9
+                    for k in range(9):
+                        to[c + k * n_columns] = source[at + k]
+            elif taps == 1:
+                for c in range(n_columns):
+                    to[c] = source[start + columns[c]]
+            else:
+                for c in range(n_columns):
+                    at = start + columns[c] * taps
+                    for k in range(taps):
+                        to[c * column_step + k * tap_step] = source[at + k]
+
+
+@cfunc("void(voidptr)", cache=True, nopython=True)
+def list_inputs(block):
+    """For each position and chunk of channels, the inputs that are not zero and their weight rows.
+
+    Arguments: height, width, channels, kernel height, kernel width, stride, padding, dilation,
+    width of the output, chunks, room of a list; x (H, W, C), number of each channel among all
+    inputs, and to be filled: values and rows (positions, chunks, room), counts (positions, chunks).
+    """
+    args = carray(block, 18, dtype=np.int64)
+    height, width, channels = args[2], args[3], args[4]
+    kernel_height, kernel_width = args[5], args[6]
+    stride, padding, dilation, out_width = args[7], args[8], args[9], args[10]
+    chunks, room = args[11], args[12]
+    x = carray(_floats(args[13]), (height, width, channels))
+    numbers = carray(_longs(args[14]), channels)
+    values = carray(_floats(args[15]), (args[1], chunks, room))
+    rows = carray(_integers(args[16]), (args[1], chunks, room))
+    counts = carray(_integers(args[17]), (args[1], chunks))
+    taps = kernel_height * kernel_width
+    while True:
+        position = _claim(block)
+        if position >= args[1]:
+            break
+        top = (position // out_width) * stride - padding
+        left = (position % out_width) * stride - padding
+        for chunk in range(chunks):
+            value, row = values[position, chunk], rows[position, chunk]
+            first, last = chunk * CHUNK, min((chunk + 1) * CHUNK, channels)
+            n = 0
+            for ky in range(kernel_height):
+                h = top + ky * dilation
+                if h < 0 or h >= height:
+                    continue
+                for kx in range(kernel_width):
+                    w = left + kx * dilation
+                    if w < 0 or w >= width:
+                        continue
+                    tap = ky * kernel_width + kx
+                    for c in range(first, last):
+                        v = x[h, w, c]
+                        # Written in any case, and kept by counting on: no branch to guess wrong.
+                        value[n] = v
+                        row[n] = numbers[c] * taps + tap
+                        n += v != 0
+            while n % GROUP:
+                value[n] = 0
+                row[n] = row[0]
+                n += 1
+            counts[position, chunk] = n
+
+
+@cfunc("void(voidptr)", cache=True, nopython=True, fastmath={"contract", "reassoc", "nsz"})
+def stream(block):
+    """Sums weight rows times inputs, as `list_inputs` has listed them, for a block of outputs.
+
+    Arguments: positions, chunks, room of a list, weight rows, outputs of a block; weights (blocks,
+    rows, outputs), values, rows, counts, and to be filled: sums (blocks, positions, outputs).
+    """
+    args = carray(block, 12, dtype=np.int64)
+    positions, chunks, room, n_rows, width = args[2], args[3], args[4], args[5], args[6]
+    all_weights = carray(_floats(args[7]), (args[1], n_rows, width))
+    values = carray(_floats(args[8]), (positions, chunks, room))
+    rows = carray(_integers(args[9]), (positions, chunks, room))
+    counts = carray(_integers(args[10]), (positions, chunks))
+    all_sums = carray(_floats(args[11]), (args[1], positions, width))
+    while True:
+        piece = _claim(block)
+        if piece >= args[1]:
+            break
+        weights, sums = all_weights[piece], all_sums[piece]
+        sums[:] = 0
+        for chunk in range(chunks):
+            for position in range(positions):
+                s, v, r = sums[position], values[position, chunk], rows[position, chunk]
+                for n in range(0, counts[position, chunk], GROUP):
+                    v0, v1, v2, v3 = v[n], v[n + 1], v[n + 2], v[n + 3]
+                    v4, v5, v6, v7 = v[n + 4], v[n + 5], v[n + 6], v[n + 7]
+                    r0, r1 = weights[r[n]], weights[r[n + 1]]
+                    r2, r3 = weights[r[n + 2]], weights[r[n + 3]]
+                    r4, r5 = weights[r[n + 4]], weights[r[n + 5]]
+                    r6, r7 = weights[r[n + 6]], weights[r[n + 7]]
+                    for o in range(width):
+                        low = (v0 * r0[o] + v1 * r1[o]) + (v2 * r2[o] + v3 * r3[o])
+                        high = (v4 * r4[o] + v5 * r5[o]) + (v6 * r6[o] + v7 * r7[o])
+                        s[o] += low + high

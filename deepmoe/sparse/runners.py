@@ -1,0 +1,156 @@
+"""What runs at the layers of a base network: all channels under gates, or a fixed choice."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepmoe.backbones import Backbone
+from deepmoe.layers import Gates
+from deepmoe.ops import scale_channels
+from deepmoe.sparse.convolution import Convolution
+from deepmoe.sparse.folding import FoldedLayer
+
+
+class FixedRunner:
+    """Runs folded layers as they are, without gates."""
+
+    def __init__(self, layers: Mapping[str, FoldedLayer]) -> None:
+        self.convolutions = {p: Convolution(layer) for p, layer in layers.items() if layer.is_conv}
+        self.linear = {p: layer for p, layer in layers.items() if not layer.is_conv}
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the weights."""
+        layers = [*(c.layer for c in self.convolutions.values()), *self.linear.values()]
+        return sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+
+    def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
+        return self.convolutions[path](x_BCHW)
+
+    def convolve_onto(
+        self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
+    ) -> Tensor:
+        if at is None:
+            return self.convolutions[path](x_BCHW, stream_BCHW)
+        return onto_stream(stream_BCHW, self.convolutions[path](x_BCHW), at)
+
+    def classify(self, path: str, x: Tensor) -> Tensor:
+        if path in self.convolutions:
+            return self.convolutions[path](x)
+        return F.linear(x, self.linear[path].weight, self.linear[path].bias)
+
+
+class MaskedRunner:
+    """Runs all channels and multiplies them by the gates: dense, whatever the gates are."""
+
+    def __init__(self, fixed: FixedRunner, gates: Gates) -> None:
+        self.fixed = fixed
+        self.gates = gates
+
+    def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
+        return scale_channels(self.fixed.convolve(path, x_BCHW), self._gate(path))
+
+    def convolve_onto(
+        self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
+    ) -> Tensor:
+        gate = self._gate(path)
+        if gate is None:
+            return self.fixed.convolve_onto(path, x_BCHW, stream_BCHW, at)
+        y = scale_channels(self.fixed.convolve(path, x_BCHW), gate)
+        return onto_stream(stream_BCHW, y, at)
+
+    def classify(self, path: str, x: Tensor) -> Tensor:
+        return self.fixed.classify(path, x)
+
+    def _gate(self, path: str) -> Tensor | None:
+        slot = self.fixed.convolutions[path].layer.out_gate
+        return None if slot is None else self.gates[slot]
+
+
+def onto_stream(stream_BCHW: Tensor, y_BCHW: Tensor, at: Tensor | None) -> Tensor:
+    """relu(stream + y), where y may hold only some of the stream's channels."""
+    if at is None:
+        return F.relu(stream_BCHW + y_BCHW)
+    return F.relu(stream_BCHW.index_add(1, at, y_BCHW))
+
+
+class SmallNetwork:
+    """The physically small network of one route, its gates folded into the weights.
+
+    Args:
+        backbone: how the layers are connected.
+        layers: of the whole network.
+        gates: of the route: for each gated convolution a vector, zero where a channel is off.
+    """
+
+    def __init__(
+        self, backbone: Backbone, layers: Mapping[str, FoldedLayer], gates: Sequence[Tensor]
+    ) -> None:
+        self.backbone = backbone
+        active = [g.nonzero().flatten() for g in gates]
+        small = {}
+        for path, layer in layers.items():
+            outs = None if layer.out_gate is None else active[layer.out_gate]
+            ins = None if layer.in_gate is None else active[layer.in_gate]
+            taken = layer.take(outs, ins)
+            if layer.out_gate is not None:
+                taken = _scaled(taken, gates[layer.out_gate][active[layer.out_gate]])
+            small[path] = taken
+        self.layers = small
+        self.runner = _RoutedRunner(small, active)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the weights."""
+        return self.runner.bytes
+
+    def __call__(self, x_BCHW: Tensor) -> Tensor:
+        return self.backbone.wire(x_BCHW, self.runner)
+
+
+class _RoutedRunner(FixedRunner):
+    """A fixed runner whose last convolutions of blocks may have lost outputs."""
+
+    def __init__(self, layers: Mapping[str, FoldedLayer], active: Sequence[Tensor]) -> None:
+        super().__init__(layers)
+        self.active = active
+
+    def convolve_onto(
+        self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
+    ) -> Tensor:
+        slot = self.convolutions[path].layer.out_gate
+        return super().convolve_onto(
+            path, x_BCHW, stream_BCHW, stream_channels(at, slot, self.active)
+        )
+
+
+def stream_channels(at: Tensor | None, slot: int | None, active: Sequence[Tensor]) -> Tensor | None:
+    """Which channels of the residual stream a convolution's active outputs belong to."""
+    if slot is None:
+        return at
+    return active[slot] if at is None else at[active[slot]]
+
+
+def _scaled(layer: FoldedLayer, gate: Tensor) -> FoldedLayer:
+    # Gates are not negative, so that they pass through the ReLU.
+    factor = gate.to(layer.weight.dtype)
+    weight = layer.weight * factor[:, None, None, None]
+    return replace(layer, weight=weight, bias=None if layer.bias is None else layer.bias * factor)
+
+
+def parts_by_route(gates: Gates) -> list[Tensor]:
+    """The images of a batch, grouped by which channels they run."""
+    if len(gates[0]) == 1:
+        return [torch.zeros(1, dtype=torch.long, device=gates[0].device)]
+    patterns = torch.cat([g > 0 for g in gates], dim=1)
+    distinct, member = patterns.unique(dim=0, return_inverse=True)
+    return [(member == route).nonzero().flatten() for route in range(len(distinct))]
+
+
+def in_order(outputs: list[Tensor], parts: list[Tensor]) -> Tensor:
+    """Outputs of parts of a batch as those of the batch."""
+    joined, images = torch.cat(outputs), torch.cat(parts)
+    return torch.empty_like(joined).index_copy_(0, images, joined)

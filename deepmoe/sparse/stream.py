@@ -1,0 +1,80 @@
+"""A convolution over few positions, bound by its weights: they are read once, where they lie."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepmoe.sparse.folding import FoldedLayer
+from deepmoe.sparse.threads import run_on_threads
+
+MOST_POSITIONS = 64  # beyond, a library's convolution is faster in any case
+LANES = 64  # blocks of outputs are multiples of it
+
+
+def stream_pays(layer: FoldedLayer, x_BCHW: Tensor) -> bool:
+    """Whether streaming may be worth a trial: one image on a CPU, and few positions."""
+    if x_BCHW.device.type != "cpu" or x_BCHW.dtype != torch.float32 or len(x_BCHW) != 1:
+        return False
+    height, width = layer.output_size(x_BCHW.shape[-2], x_BCHW.shape[-1])
+    same = all(len(set(pair)) == 1 for pair in (layer.stride, layer.padding, layer.dilation))
+    return same and 0 < height * width <= MOST_POSITIONS
+
+
+class StreamedWeights:
+    """A layer's weights as rows: for each input channel and tap, its weights to all outputs.
+
+    Rows are cut into blocks of outputs, one or more for each thread.
+    """
+
+    def __init__(self, layer: FoldedLayer) -> None:
+        outputs, _, *kernel = layer.weight.shape
+        self.kernel = (kernel[0], kernel[1])
+        share = -(-outputs // torch.get_num_threads())
+        self.width = -(-share // LANES) * LANES
+        blocks = -(-outputs // self.width)
+        self.outputs = outputs
+        padded = F.pad(layer.weight, (0,) * 6 + (0, blocks * self.width - outputs))
+        self.rows = padded.reshape(blocks, self.width, -1).transpose(1, 2).contiguous()
+
+    def __call__(
+        self,
+        layer: FoldedLayer,
+        x_BCHW: Tensor,
+        onto: Tensor | None,
+        outs: Tensor | None,
+        ins: Tensor | None,
+    ) -> Tensor:
+        """The convolution of one image, with bias and ReLU (and sum) as the layer has them."""
+        from deepmoe.sparse import numba_kernels as kernels
+
+        height, width = layer.output_size(x_BCHW.shape[-2], x_BCHW.shape[-1])
+        x_HWC = x_BCHW[0].permute(1, 2, 0).contiguous()
+        ins = torch.arange(x_BCHW.shape[1]) if ins is None else ins
+        positions, chunks = height * width, -(-len(ins) // kernels.CHUNK)
+        room = kernels.CHUNK * self.kernel[0] * self.kernel[1] + kernels.GROUP
+        values = torch.empty(positions, chunks, room)
+        rows = torch.empty(positions, chunks, room, dtype=torch.int32)
+        counts = torch.empty(positions, chunks, dtype=torch.int32)
+        geometry = (*self.kernel, layer.stride[0], layer.padding[0], layer.dilation[0], width)
+        lists = [t.data_ptr() for t in (values, rows, counts)]
+        run_on_threads(
+            kernels.list_inputs.ctypes,
+            positions,
+            [*x_HWC.shape, *geometry, chunks, room, x_HWC.data_ptr(), ins.data_ptr(), *lists],
+        )
+        blocks, n_rows, outputs = self.rows.shape
+        sizes = (positions, chunks, room, n_rows, outputs)
+        sums = torch.empty(blocks, positions, outputs)
+        run_on_threads(
+            kernels.stream.ctypes,
+            blocks,
+            [*sizes, self.rows.data_ptr(), *lists, sums.data_ptr()],
+        )
+        y_PC = sums.transpose(0, 1).reshape(positions, -1)
+        y_PC = y_PC[:, : self.outputs] if outs is None else y_PC.index_select(1, outs)
+        if layer.bias is not None:
+            y_PC = y_PC + layer.bias
+        y = y_PC.view(1, height, width, -1).permute(0, 3, 1, 2)
+        if onto is not None:
+            return F.relu(y + onto)
+        return F.relu(y) if layer.relu else y

@@ -1,0 +1,34 @@
+"""The sparse engine on a GPU against the masked-dense model there."""
+
+import pytest
+import torch
+
+from deepmoe.bench.routes import routes_as_codebook, set_routes
+from deepmoe.config import EmbeddingConfig
+from deepmoe.registry import create_model
+from deepmoe.sparse import sparsify
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_cuda
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("name", ["vgg16", "resnet56", "resnet50"])
+@pytest.mark.parametrize("coded", [False, True])
+def test_outputs_equal_on_a_gpu(name: str, coded: bool, dtype: torch.dtype, allowed: float) -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    size = (96, 96) if name == "resnet50" else (32, 32)
+    embedding = EmbeddingConfig(form="latent", dim=5)
+    model = create_model(name, wide=2, embedding=embedding).eval().cuda()
+    set_routes(model, size, density=0.5)
+    model = routes_as_codebook(model) if coded else model
+    sparse = sparsify(model, dtype=dtype)
+    x = torch.randn(33, 3, *size, device="cuda")
+    with torch.inference_mode(), torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+        expected = model(x).logits.double()
+        other = model(x.flip(0)).logits.double()
+    for _ in range(12):  # plain runs, captures, replays, every way
+        first, second = sparse(x).logits, sparse(x.flip(0)).logits
+        for ours, theirs in ((first, expected), (second, other)):
+            assert (ours.double() - theirs).abs().max() <= allowed * theirs.abs().max()
+    assert sparse.planner.chosen

@@ -1,0 +1,189 @@
+"""The sparse engine against the masked-dense model, every way of it."""
+
+import copy
+
+import pytest
+import torch
+from helpers import random_gates, randomise_statistics
+from torch import Tensor
+
+from deepmoe.bench.routes import set_routes
+from deepmoe.errors import UserError
+from deepmoe.layers import RouteCodebook
+from deepmoe.model import DeepMoE
+from deepmoe.registry import create_model, list_models
+from deepmoe.sparse import SparseModel, sparsify
+from deepmoe.sparse.planner import TRIALS
+
+SINGLE, HALF = 1e-4, 2e-2  # relative errors allowed
+SETTLED = 16  # runs after which every way of every layer has been tried
+
+# For the rest of the zoo, a size that goes through all of its strides, and is odd where it can be.
+SMALLEST = {"vgg": (33, 47), "resnet": (29, 31), "drn": (33, 41)}
+OPTIONS = [
+    ("vgg16", {"widths": [8, 8, 16, 16, 20, 20, 20, 24, 24, 24, 24, 24, 24]}),
+    ("vgg11", {"wide": 0.25, "gate_last": True}),
+    ("resnet20", {"gates": "all", "wide": 2}),
+    ("resnet18", {"gates": "all", "classes": 5}),
+    ("resnet50", {"block": "bottleneck-b", "wide": 0.5, "gates": "all", "classes": 5}),
+    ("drn_a_50", {"block": "bottleneck-a", "wide": 0.5, "classes": 5}),
+]
+
+
+def make(name: str, **options: object) -> DeepMoE:
+    torch.manual_seed(0)
+    model = create_model(name, **options).eval()
+    randomise_statistics(model)
+    return model
+
+
+def size_of(name: str) -> tuple[int, int]:
+    return next(size for kind, size in SMALLEST.items() if name.startswith(kind))
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
+
+
+@torch.inference_mode()
+def check_all_ways(
+    model: DeepMoE, x: Tensor, gates: list[Tensor], allowed: float = SINGLE, runs: int = SETTLED
+) -> SparseModel:
+    sparse = sparsify(model)
+    expected = model.backbone(x, gates)
+    assert error(sparse.run_masked(x, tuple(gates)), expected) <= allowed
+    for _ in range(runs):
+        assert error(sparse.run_dynamic(x, tuple(gates)), expected) <= allowed
+    return sparse
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_every_model_of_the_zoo(name: str) -> None:
+    model = make(name, wide=0.25, classes=7)
+    gates = random_gates(model.backbone.gate_widths, 2)
+    check_all_ways(model, torch.randn(2, 3, *size_of(name)), gates, runs=1)
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS)
+def test_options_of_the_zoo_and_every_way_of_each_layer(name: str, options: dict) -> None:
+    model = make(name, **options)
+    x = torch.randn(1, 3, *size_of(name))
+    sparse = check_all_ways(model, x, random_gates(model.backbone.gate_widths, 1))
+    assert any("stream" in times for times in sparse.dynamic.planner.times.values())
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("images", [1, 33])
+@pytest.mark.parametrize("name", ["vgg16", "resnet20"])
+def test_densities_and_batches(name: str, images: int, density: float) -> None:
+    model = make(name, wide=0.25)
+    gates = random_gates(model.backbone.gate_widths, images, density)
+    x = torch.randn(images, 3, *size_of(name))
+    check_all_ways(model, x, gates, runs=SETTLED if images == 1 else 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(dtype: torch.dtype) -> None:
+    model = make("resnet20", wide=2).to(dtype)
+    gates = [g.to(dtype) for g in random_gates(model.backbone.gate_widths, 3)]
+    x = torch.randn(3, 3, 32, 32).to(dtype)
+    check_all_ways(model, x, gates, HALF if dtype == torch.bfloat16 else 1e-12, runs=4)
+
+
+def test_mixed_batch_with_shared_routes_and_a_closed_layer() -> None:
+    model = make("vgg16", wide=0.25)
+    gates = random_gates(model.backbone.gate_widths, 6)
+    for g in gates:
+        g[3] = 2.0 * g[1]  # the same route, other values
+        g[4] = g[1]
+    gates[4][2] = 0.0  # an image with a layer that is closed
+    check_all_ways(model, torch.randn(6, 3, 32, 32), gates)
+
+
+def test_whole_model_gives_the_same_outputs_by_whatever_way() -> None:
+    model = with_varied_routes(make("vgg16", wide=0.25), routes=5)
+    x = torch.randn(9, 3, 32, 32)
+    with torch.inference_mode():
+        expected = model(x)
+        sparse = sparsify(model)
+        for _ in range(2 * (TRIALS + 1) + 1):
+            output = sparse(x)
+            assert error(output.logits, expected.logits) <= SINGLE
+            torch.testing.assert_close(output.embedding_logits, expected.embedding_logits)
+            for ours, theirs in zip(output.gates, expected.gates, strict=True):
+                torch.testing.assert_close(ours, theirs)
+    assert len(sparse.planner.chosen) == 1  # the batch's way is decided
+
+
+def test_channels_that_nothing_can_switch_on_are_removed() -> None:
+    model = with_varied_routes(make("resnet20", wide=2), routes=4)
+    dead = torch.rand(len(model.heads.weight)) < 0.5
+    model.heads.weight.data[dead] = -model.heads.weight.data[dead].abs()
+    alive = int((model.heads.weight.max(dim=1).values > 0).sum())
+    sparse = sparsify(model)
+    gated = [layer for layer in sparse.layers.values() if layer.out_gate is not None]
+    kept = sum(len(layer.weight) for layer in gated)
+    assert kept == alive < len(dead)
+    x = torch.randn(4, 3, 32, 32)
+    with torch.inference_mode():
+        for _ in range(10):
+            assert error(sparse(x).logits, model(x).logits) <= SINGLE
+
+
+def test_a_layer_that_nothing_can_switch_on() -> None:
+    model = with_varied_routes(make("vgg16", wide=0.25), routes=4)
+    widths = model.backbone.gate_widths
+    model.heads.weight.data[widths[0] : widths[0] + widths[1]] = -1.0
+    x = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert error(sparsify(model)(x).logits, model(x).logits) <= SINGLE
+
+
+@pytest.mark.parametrize("name", ["vgg16", "resnet20"])
+@pytest.mark.parametrize("limit", [None, 1])
+def test_codes_run_as_small_networks(name: str, limit: int | None) -> None:
+    model = with_codebook(with_varied_routes(make(name, wide=0.5), routes=5), codes=3)
+    x = torch.randn(17, 3, 32, 32)
+    sparse = sparsify(model, memory_limit=limit)
+    with torch.inference_mode():
+        expected = model(x).logits
+        codes = model.codebook.nearest(model.heads(model.embedding(x)[0]))
+        assert len(codes.unique()) > 1  # a mixed batch
+        for _ in range(2):
+            assert error(sparse.run_codes(x, codes), expected) <= SINGLE
+            assert len(sparse.small_networks.networks) == (3 if limit is None else 1)
+        for _ in range(10):
+            assert error(sparse(x).logits, expected) <= SINGLE
+
+
+def test_original_model_is_left_alone_and_is_not_needed() -> None:
+    model = with_varied_routes(make("vgg11", wide=0.25), routes=3)
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        expected = model(x).logits
+    sparse = sparsify(model)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert error(sparse(x).logits, expected) <= SINGLE
+
+
+def test_a_dense_model_is_refused() -> None:
+    with pytest.raises(UserError, match="no gates"):
+        sparsify(create_model("vgg11", gates="none"))
+
+
+def with_varied_routes(model: DeepMoE, routes: int) -> DeepMoE:
+    """Gates by which random images take different routes."""
+    set_routes(model, (32, 32), density=0.5, images=64)
+    assert model.heads.weight.shape[1] >= routes
+    return model
+
+
+def with_codebook(model: DeepMoE, codes: int) -> DeepMoE:
+    channels = sum(model.backbone.gate_widths)
+    values = torch.rand(codes, channels) * (torch.rand(codes, channels) < 0.5)
+    book = RouteCodebook(values, torch.ones(channels), model.backbone.gate_widths)
+    return DeepMoE(model.embedding, model.heads, model.backbone, book).eval()
