@@ -53,8 +53,8 @@ def routes_as_codebook(model: DeepMoE) -> DeepMoE:
     """The model with a codebook of the routes that its heads know."""
     assert isinstance(model.heads, GateHeads)
     codes_KC = model.heads.weight.detach().T.relu()
-    book = RouteCodebook(codes_KC, torch.ones(codes_KC.shape[1]), model.heads.widths)
-    return DeepMoE(model.embedding, model.heads, model.backbone, book.to(codes_KC.device)).eval()
+    book = RouteCodebook(codes_KC, torch.ones_like(codes_KC[0]), model.heads.widths)
+    return DeepMoE(model.embedding, model.heads, model.backbone, book).eval()
 
 
 def _features(model: DeepMoE, x_BCHW: Tensor) -> Tensor:

@@ -54,7 +54,11 @@ class ShallowEmbedding(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mixture weights e_BD (on the simplex) and the class logits of L_e."""
-        z_BD = self.project(self.convs(x_BCHW).mean(dim=(2, 3)))
+        return self.mix(self.convs(x_BCHW))
+
+    def mix(self, features_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, from what the convolutions give."""
+        z_BD = self.project(features_BCHW.mean(dim=(2, 3)))
         # At least in single precision: what the gates are made of must not be coarse.
         e_BD = F.softmax(at_least_single(z_BD) / self._temperatures(z_BD), dim=-1)
         if self.form == "classes":

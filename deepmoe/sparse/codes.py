@@ -44,9 +44,9 @@ class CodeNetworks:
         for image, code in enumerate(codes.tolist()):
             groups.setdefault(code, []).append(image)
         if len(groups) == 1:
-            return self._run_all([(next(iter(groups)), x_BCHW)])[0]
+            return self._run_all([(next(iter(groups)), x_BCHW)])[0].clone()
         parts = [torch.tensor(group, device=x_BCHW.device) for group in groups.values()]
-        inputs = [x_BCHW.index_select(0, part) for part in parts]
+        inputs = [_images_of(x_BCHW, part) for part in parts]
         return in_order(self._run_all(list(zip(groups, inputs, strict=True))), parts)
 
     def network_of(self, code: int) -> SmallNetwork:
@@ -77,3 +77,10 @@ class CodeNetworks:
             code, _ = self.networks.popitem(last=False)
             if self.graphs is not None:
                 self.graphs.forget(code)
+
+
+def _images_of(x_BCHW: Tensor, images: Tensor) -> Tensor:
+    """Some images of a batch in its memory format, which `index_select` alone would not keep."""
+    if x_BCHW.is_contiguous():
+        return x_BCHW.index_select(0, images)
+    return x_BCHW.permute(0, 2, 3, 1).index_select(0, images).permute(0, 3, 1, 2)

@@ -60,10 +60,10 @@ class Collector:
 
 
 def _on_gpu(weight: Tensor, outs: Tensor | None, ins: Tensor | None) -> Tensor:
-    if outs is not None and ins is not None:
-        from deepmoe.sparse.triton_kernels import collect
+    if outs is None and ins is None:
+        return weight
+    from deepmoe.sparse.triton_kernels import collect
 
-        return collect(weight, outs, ins)
-    if outs is not None:
-        return weight.index_select(0, outs)
-    return weight if ins is None else weight.index_select(1, ins)
+    outs = torch.arange(len(weight), device=weight.device) if outs is None else outs
+    ins = torch.arange(weight.shape[1], device=weight.device) if ins is None else ins
+    return collect(weight, outs, ins)

@@ -61,7 +61,15 @@ def fold(backbone: Backbone, dtype: torch.dtype) -> dict[str, FoldedLayer]:
     for layer in backbone.layers(*_ANY_SIZE):
         found = _fold_module(backbone.get_submodule(layer.path), dtype)
         folded[layer.path] = replace(found, in_gate=layer.in_gate, out_gate=layer.out_gate)
-    return _with_shortcut_biases_moved(folded)
+    return _with_shortcut_biases_moved({p: _in_best_format(layer) for p, layer in folded.items()})
+
+
+def _in_best_format(layer: FoldedLayer) -> FoldedLayer:
+    """GPUs like channels last; on a CPU, the taps of a kernel lie together."""
+    if not layer.is_conv:
+        return layer
+    best = torch.channels_last if layer.weight.is_cuda else torch.contiguous_format
+    return replace(layer, weight=layer.weight.contiguous(memory_format=best))
 
 
 def _with_shortcut_biases_moved(layers: dict[str, FoldedLayer]) -> dict[str, FoldedLayer]:
@@ -78,6 +86,11 @@ def _with_shortcut_biases_moved(layers: dict[str, FoldedLayer]) -> dict[str, Fol
             moved[path] = replace(layers[path], bias=None)
             moved[last] = replace(layers[last], bias=onto + bias)
     return moved
+
+
+def fold_chain(convs: nn.Sequential, dtype: torch.dtype) -> list[FoldedLayer]:
+    """A plain chain of gated convolutions, such as an embedding network's."""
+    return [_in_best_format(_fold_module(conv, dtype)) for conv in convs]
 
 
 def _fold_module(module: nn.Module, dtype: torch.dtype) -> FoldedLayer:

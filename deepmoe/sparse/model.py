@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.sparse.codes import CodeNetworks
+from deepmoe.sparse.convolution import Convolution
 from deepmoe.sparse.dynamic import DynamicNetwork
-from deepmoe.sparse.folding import fold
+from deepmoe.sparse.folding import fold, fold_chain
 from deepmoe.sparse.graphs import GraphCache, Work
 from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.runners import FixedRunner, MaskedRunner, in_order, parts_by_route
@@ -36,7 +36,7 @@ def sparsify(
     Args:
         model: a gated model. One with a route codebook runs each code as a small network of its
             own, any other one collects the weights of each route as it goes.
-        dtype: of the base network; the model's own if not given. Gates are always made in the
+        dtype: of the convolutions; the model's own if not given. Gates are always made in the
             model's own precision.
         memory_limit: bytes that the small networks of a codebook may take together; those used
             least recently are dropped and made again when needed. `None` keeps all.
@@ -61,13 +61,16 @@ class SparseModel(DeepMoE):
             copy.deepcopy(model.codebook),
         )
         self.dtype = dtype
-        self.kept = _channels_to_keep(model)
-        small = model.backbone.narrow(self.kept)
+        keep = _channels_to_keep(model)
+        device = next(model.parameters()).device
+        # Numbers of the channels that are left in each layer; `None` where that is all of them.
+        self.kept = [None if k.all() else k.nonzero().flatten().to(device) for k in keep]
+        small = model.backbone.narrow(keep)
         self.layers = fold(small, dtype)
         self.wiring = [_without_weights(small)]  # in a list: it is not to be taken for a submodule
         self.whole = FixedRunner(self.layers)
         self.planner = Planner()
-        self.graphs = GraphCache() if next(model.parameters()).is_cuda else None
+        self.graphs = GraphCache() if device.type == "cuda" else None
         self.dynamic = DynamicNetwork(self.wiring[0], self.layers, self.whole)
         self.small_networks: CodeNetworks | None = None
         if model.codebook is not None:
@@ -75,10 +78,15 @@ class SparseModel(DeepMoE):
             self.small_networks = CodeNetworks(
                 self.wiring[0], self.layers, codes, memory_limit, self.graphs
             )
+        assert self.embedding is not None
+        self.embedding_convs = [Convolution(c) for c in fold_chain(self.embedding.convs, dtype)]
+        if device.type == "cuda":
+            self.embedding.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.eval()
 
     @torch.inference_mode()
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
+        x_BCHW = _in_best_format(x_BCHW)
         g_BC, embedding_logits, codes = self._run("route", self._find_route, x_BCHW)
         gates = g_BC.split(self.backbone.gate_widths, dim=1)
         logits = self.run_backbone(x_BCHW.to(self.dtype), gates, codes)
@@ -127,23 +135,24 @@ class SparseModel(DeepMoE):
 
     def _find_route(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self.embedding is not None and self.heads is not None
-        with self._embedding_precision(x_BCHW.device.type):
-            e_BD, embedding_logits = self.embedding(x_BCHW)
+        if self.dtype == self.embedding.project.weight.dtype:
+            y_BCHW = x_BCHW.to(self.dtype)
+            for convolution in self.embedding_convs:
+                y_BCHW = convolution(y_BCHW)
+            e_BD, embedding_logits = self.embedding.mix(y_BCHW)
+        else:
+            # Rounded just as in the model itself: an image must not take another route here.
+            with torch.autocast(x_BCHW.device.type, self.dtype):
+                e_BD, embedding_logits = self.embedding(x_BCHW)
         gates = self.heads(e_BD)
         if self.codebook is None:
             return torch.cat(gates, dim=1), embedding_logits, None
         codes = self.codebook.nearest(gates)
         return self.codebook.codes[codes].to(gates[0].dtype), embedding_logits, codes
 
-    def _embedding_precision(self, device: str) -> AbstractContextManager[Any]:
-        """As in mixed-precision training: convolutions in half precision, gates in single."""
-        if self.dtype in (torch.bfloat16, torch.float16):
-            return torch.autocast(device, self.dtype)
-        return nullcontext()
-
     def _kept(self, gates: Gates) -> Gates:
         kept = zip(gates, self.kept, strict=True)
-        return tuple(g if k.all() else g[:, k.to(g.device)] for g, k in kept)
+        return tuple(g if k is None else g.index_select(1, k) for g, k in kept)
 
     def _run(self, name: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
         if self.graphs is None:

@@ -143,11 +143,20 @@ def _scaled(layer: FoldedLayer, gate: Tensor) -> FoldedLayer:
 
 def parts_by_route(gates: Gates) -> list[Tensor]:
     """The images of a batch, grouped by which channels they run."""
-    if len(gates[0]) == 1:
+    images = len(gates[0])
+    if images == 1:
         return [torch.zeros(1, dtype=torch.long, device=gates[0].device)]
     patterns = torch.cat([g > 0 for g in gates], dim=1)
-    distinct, member = patterns.unique(dim=0, return_inverse=True)
-    return [(member == route).nonzero().flatten() for route in range(len(distinct))]
+    # One number stands for a pattern: sorting whole patterns takes longer than the network.
+    generator = torch.Generator(patterns.device).manual_seed(0)
+    keys = torch.randint(2**62, (patterns.shape[1],), generator=generator, device=patterns.device)
+    distinct, member = (patterns * keys).sum(dim=1).unique(return_inverse=True)
+    parts = [(member == route).nonzero().flatten() for route in range(len(distinct))]
+    first = torch.stack([part[0] for part in parts])
+    if torch.equal(patterns, patterns[first[member]]):
+        return parts
+    _, member = patterns.unique(dim=0, return_inverse=True)  # two patterns had the same number
+    return [(member == route).nonzero().flatten() for route in range(int(member.max()) + 1)]
 
 
 def in_order(outputs: list[Tensor], parts: list[Tensor]) -> Tensor:

@@ -109,7 +109,7 @@ def test_whole_model_gives_the_same_outputs_by_whatever_way() -> None:
         for _ in range(2 * (TRIALS + 1) + 1):
             output = sparse(x)
             assert error(output.logits, expected.logits) <= SINGLE
-            torch.testing.assert_close(output.embedding_logits, expected.embedding_logits)
+            assert error(output.embedding_logits, expected.embedding_logits) <= SINGLE
             for ours, theirs in zip(output.gates, expected.gates, strict=True):
                 torch.testing.assert_close(ours, theirs)
     assert len(sparse.planner.chosen) == 1  # the batch's way is decided
