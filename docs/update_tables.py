@@ -7,6 +7,7 @@ fails while a part is out of date.
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,13 @@ def quickstart_table() -> str:
 def train_speed_table() -> str:
     """Seconds a training epoch, and where the time of a batch goes."""
     rows = []
-    names = {"vgg16": "yes", "vgg16_without_graphs": "no", "resnet56": "no"}
+    names = {"vgg16": "yes", "resnet56": "yes", "vgg16_without_graphs": "no"}
     results = [_read_result(f"train_speed_{name}") for name in names]
     for graphs, values in zip(names.values(), (r["values"] for r in results), strict=True):
         for kind, seconds in values["seconds_per_epoch"].items():
             ratio = values["ratio_to_dense"].get(kind, 1.0)
             low, high = values["spread"][kind]
-            phases = values["milliseconds_per_batch"][kind]
+            spent = values.get("gpu_milliseconds_per_batch", values["milliseconds_per_batch"])[kind]
             rows.append(
                 (
                     values["model"],
@@ -68,7 +69,7 @@ def train_speed_table() -> str:
                     kind,
                     f"{seconds:.2f} ({low:.2f} to {high:.2f})",
                     f"{ratio:.2f}",
-                    ", ".join(f"{phase} {time:.2f}" for phase, time in phases.items()),
+                    ", ".join(f"{what} {time:.2f}" for what, time in spent.items()),
                 )
             )
     header = [
@@ -77,7 +78,7 @@ def train_speed_table() -> str:
         "kind",
         "seconds an epoch",
         "of dense",
-        "ms a batch, phase by phase",
+        "ms a batch: by kind of kernel, or by phase without graphs",
     ]
     return "\n\n".join([_markdown(header, rows), *map(_origin, results)])
 
@@ -143,6 +144,38 @@ def camvid_table() -> str:
     return f"{_markdown(header, rows)}\n\n{_origin(result)}"
 
 
+SPARSE_COLUMNS = {
+    "dense_wide": "dense wide",
+    "dense_base": "dense base",
+    "presliced": "sliced before",
+    "dynamic": "dynamic",
+    "codebook": "codebook",
+    "dense_wide_packed": "dense wide, packed",
+    "presliced_packed": "sliced, packed",
+}
+
+
+def sparse_table(device: str) -> str:
+    """What skipped channels save in inference, on one kind of device."""
+    paths = sorted((ROOT / "results").glob(f"sparse_{device}_*.json"))
+    results = [_read_result(path.stem) for path in paths]
+    rows = []
+    for result in results:
+        v = result["values"]
+        times = [_milliseconds(v, key) for key in SPARSE_COLUMNS]
+        gains = [f"{v['dense_wide_ms'] / v[f'{m}_ms']:.2f}" for m in ("dynamic", "codebook")]
+        model = result["command"].split()[3]
+        rows.append((model, v["batch"], f"{v['density']:.2f}", v["codes"], *times, *gains))
+    header = ["network, wide 2", "batch", "density", "codes", *SPARSE_COLUMNS.values()]
+    header += ["gain of dynamic", "gain of codebook"]
+    return "\n\n".join([_markdown(header, rows), *map(_origin, results)])
+
+
+def _milliseconds(values: dict[str, Any], key: str) -> str:
+    low, high = values["spread_ms"][key]
+    return f"{values[f'{key}_ms']:.2f} ({low:.2f} to {high:.2f})"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "models": models_table,
     "quickstart": quickstart_table,
@@ -151,8 +184,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "cifar100": cifar100_table,
     "budget": budget_table,
     "camvid": camvid_table,
+    "sparse-cpu": partial(sparse_table, "cpu"),
+    "sparse-gpu": partial(sparse_table, "gpu"),
 }
-DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "results.md"]
+DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{n}.md" for n in ("results", "sparse-engine"))]
 
 
 def filled(text: str) -> str:

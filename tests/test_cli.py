@@ -68,6 +68,19 @@ def test_train_eval_and_predict_agree(checkpoint, tmp_path) -> None:
     assert "grey.png" in deepmoe("predict", checkpoint, *images).output.replace("\n", "")
 
 
+def test_sparse_evaluation_and_prediction_equal_the_plain_ones(checkpoint, tmp_path) -> None:
+    image = tmp_path / "grey.png"
+    Image.new("L", (40, 30), 200).save(image)
+    for arguments in (("eval", checkpoint), ("predict", checkpoint, image)):
+        plain = json.loads(deepmoe(*arguments, "--json").stdout)
+        sparse = json.loads(deepmoe(*arguments, "--json", "--sparse").stdout)
+        plain, sparse = (v if isinstance(v, dict) else v[0] for v in (plain, sparse))
+        assert plain.keys() == sparse.keys()
+        for key, value in plain.items():
+            expected = pytest.approx(value, rel=1e-4) if isinstance(value, float) else value
+            assert sparse[key] == expected
+
+
 def test_training_can_be_resumed_and_overwritten(checkpoint, tmp_path) -> None:
     assert_refused(deepmoe("train", "quickstart", "--out", checkpoint.parent, *QUICK), "already")
     resumed = deepmoe("train", "quickstart", "--out", checkpoint.parent, "--resume", *QUICK)

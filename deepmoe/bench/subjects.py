@@ -11,6 +11,7 @@ from deepmoe.backbones import Backbone
 from deepmoe.bench.routes import routes_as_codebook, set_routes
 from deepmoe.config import EmbeddingConfig, apply_overrides
 from deepmoe.data import open_data
+from deepmoe.data.interface import Loader
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, model_entry, model_from_config
@@ -94,7 +95,7 @@ def trained_subject(
     opened = open_data(
         config.data, batch_size=batch, device=torch.device(device), info=loaded.info, calibrate=True
     )
-    images, _ = next(iter(opened.evaluation))
+    images = _first_images(opened.evaluation, batch)
     model = loaded.model.to(device).eval()
     coded = model if model.codebook is not None else None
     if coded is None and codes is not None:
@@ -104,3 +105,12 @@ def trained_subject(
     own_width = replace(config.model, wide=1.0, widths=None)
     base = model_from_config(replace(config, model=own_width).dense, loaded.info.classes)
     return Subject(plain, coded, base.eval().to(device).backbone, images)
+
+
+def _first_images(loader: Loader, count: int) -> Tensor:
+    found: list[Tensor] = []
+    for images, _ in loader:
+        found.append(images)
+        if sum(map(len, found)) >= count:
+            break
+    return torch.cat(found)[:count]

@@ -11,11 +11,11 @@ from deepmoe.backbones import Backbone
 from deepmoe.layers import Gates
 from deepmoe.ops import scale_channels
 from deepmoe.sparse.collect import Collector
-from deepmoe.sparse.convolution import convolve, convolve_plainly
+from deepmoe.sparse.convolution import convolve, convolve_plainly, multiply
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.runners import FixedRunner, onto_stream, stream_channels
-from deepmoe.sparse.stream import StreamedWeights, stream_pays
+from deepmoe.sparse.stream import StreamedWeights, few_positions, stream_pays
 
 BUCKETS = 8  # densities are told apart in so many steps when the planner is asked
 
@@ -38,6 +38,7 @@ class DynamicNetwork:
         self.planner = Planner()  # of ways to run each convolution
         self.collector = Collector()
         self.streamed: dict[str, StreamedWeights] = {}
+        self.transposed: dict[str, Tensor] = {}
 
     def __call__(self, x_BCHW: Tensor, gates: Gates) -> Tensor:
         """Logits of images that all take the same route: their gates are zero at the same places.
@@ -49,6 +50,12 @@ class DynamicNetwork:
         active = [g[0].nonzero().flatten() for g in gates]
         values = [g.index_select(1, a) for g, a in zip(gates, active, strict=True)]
         return self.backbone.wire(x_BCHW, _DynamicRunner(self, active, values))
+
+    def transposed_weights(self, path: str) -> Tensor:
+        """The weights of a 1x1 convolution with inputs as rows, so that taking some is a copy."""
+        if path not in self.transposed:
+            self.transposed[path] = self.layers[path].weight.flatten(1).T.contiguous()
+        return self.transposed[path]
 
     def streamed_weights(self, path: str) -> StreamedWeights:
         """The layer's weights in the layout that is read row by row, made on first use."""
@@ -131,12 +138,27 @@ class _DynamicRunner:
         def streamed() -> Tensor:
             return network.streamed_weights(path)(layer, x_BCHW, onto, outs, ins)
 
+        def product() -> Tensor:
+            assert ins is not None
+            rows = network.transposed_weights(path).index_select(0, ins)
+            return multiply(layer, rows, x_BCHW, onto)
+
         ways = {"collect, channels last": channels_last}
-        if x_BCHW.device.type == "cpu":
+        if x_BCHW.is_cuda:
+            return ways
+        if ins is not None and outs is None and _is_product(layer):
+            ways["product"] = product
+        # Elsewhere all layers keep to one memory format: changing it would cost more than it gains.
+        if few_positions(layer, x_BCHW):
             ways["collect"] = contiguous
         if stream_pays(layer, x_BCHW):
             ways["stream"] = streamed
         return ways
+
+
+def _is_product(layer: FoldedLayer) -> bool:
+    """Whether a convolution is a matrix product at every position."""
+    return layer.weight.shape[2:] == (1, 1) and set(layer.stride) == {1}
 
 
 def _step(channels: Tensor | None, layer: FoldedLayer, side: int) -> int:
