@@ -171,6 +171,18 @@ def sparse_table(device: str) -> str:
     return "\n\n".join([_markdown(header, rows), *map(_origin, results)])
 
 
+def sparse_grid_table() -> str:
+    """Time against density and batch size."""
+    result = _read_result("sparse_grid_cpu")
+    keys = ("dense_wide", "presliced", "masked", "dynamic", "codebook")
+    rows = [
+        (v["batch"], f"{v['density']:.2f}", *(f"{v[f'{key}_ms']:.2f}" for key in keys))
+        for v in result["values"]
+    ]
+    header = ["batch", "density", "dense", "sliced before", "masked", "dynamic", "codebook"]
+    return f"{_markdown(header, rows)}\n\n{_origin(result)}"
+
+
 def _milliseconds(values: dict[str, Any], key: str) -> str:
     low, high = values["spread_ms"][key]
     return f"{values[f'{key}_ms']:.2f} ({low:.2f} to {high:.2f})"
@@ -186,6 +198,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "camvid": camvid_table,
     "sparse-cpu": partial(sparse_table, "cpu"),
     "sparse-gpu": partial(sparse_table, "gpu"),
+    "sparse-grid": sparse_grid_table,
 }
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{n}.md" for n in ("results", "sparse-engine"))]
 
