@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepmoe.errors import UserError
-from deepmoe.layers import Gates, Layer
+from deepmoe.layers import Layer
 
 
 class Runner(Protocol):
@@ -86,7 +86,7 @@ class Backbone(nn.Module, ABC):
     def _narrowed_state(self, masks: Sequence[Tensor]) -> dict[str, Tensor]:
         source = self.state_dict()
         narrowed = {}
-        for layer in self.layers(*_ANY_SIZE):
+        for layer in self.layers(*ANY_SIZE):
             for name in (n for n in source if n.startswith(f"{layer.path}.")):
                 tensor = source[name]
                 if layer.out_gate is not None and tensor.ndim >= 1:
@@ -99,7 +99,7 @@ class Backbone(nn.Module, ABC):
     @property
     def classes(self) -> int:
         """Number of classes that the logits tell apart."""
-        return self.layers(*_ANY_SIZE)[-1].out_channels
+        return self.layers(*ANY_SIZE)[-1].out_channels
 
     def check_gates(self, gates: Sequence[Tensor] | None) -> None:
         """Refuses gates that don't fit this network."""
@@ -113,7 +113,7 @@ class Backbone(nn.Module, ABC):
 class ModuleRunner:
     """Runs the backbone's own modules, with gates or dense."""
 
-    def __init__(self, backbone: Backbone, gates: Sequence[Tensor] | Gates | None) -> None:
+    def __init__(self, backbone: Backbone, gates: Sequence[Tensor] | None) -> None:
         self.backbone = backbone
         self.gates = gates
 
@@ -136,7 +136,7 @@ class ModuleRunner:
 
 MOST_WIDE = 1000
 MOST_CHANNELS = 1_000_000
-_ANY_SIZE = (512, 512)  # where only the connections of the layers matter, not their cost
+ANY_SIZE = (512, 512)  # where only the connections of the layers matter, not their cost
 
 
 def scaled_width(width: int, wide: float) -> int:

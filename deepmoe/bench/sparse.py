@@ -18,7 +18,7 @@ from deepmoe.model import DeepMoE
 from deepmoe.sparse import sparsify
 from deepmoe.sparse.folding import FoldedLayer, fold
 from deepmoe.sparse.graphs import GraphCache, Work
-from deepmoe.sparse.runners import FixedRunner, SmallNetwork
+from deepmoe.sparse.runners import FixedRunner, layers_of_route
 
 TRIAL_ROUNDS = 3  # to find a contender's best way
 PLANNING_RUNS = 40  # at most, until the engine has decided on its ways
@@ -84,12 +84,12 @@ class _Contenders:
         assert gates is not None
         self.density = sum((g > 0).float().mean().item() for g in gates) / len(gates)
         self.routes = len(torch.cat([g > 0 for g in gates], dim=1).unique(dim=0))
-        wide = fold(model.backbone, dtype)
-        sliced = SmallNetwork(model.backbone, wide, [g[0] for g in gates])
+        sliced = model.backbone.narrow([g[0] > 0 for g in gates])
+        kept = [g[0][g[0] > 0] for g in gates]
         networks = {
-            "dense_wide": (model.backbone, wide),
+            "dense_wide": (model.backbone, fold(model.backbone, dtype)),
             "dense_base": (subject.base, fold(subject.base, dtype)),
-            "presliced": (model.backbone, sliced.layers),
+            "presliced": (sliced, layers_of_route(fold(sliced, dtype), kept)),
         }
         for name, (wiring, layers) in networks.items():
             self._add_dense(name, wiring, layers, compile_dense)

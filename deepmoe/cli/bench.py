@@ -144,23 +144,28 @@ def bench_sparse_verb(
     if save is not None:
         from deepmoe.results import write_result
 
-        given = {
-            "--wide": wide if wide != 1 else None,
-            "--block": block,
-            "--density": None if trained else density,
-            "--batch": batch,
-            "--codes": codes,
-            "--device": device,
-            "--input": size,
-        }
-        flags = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
-        command = f"deepmoe bench sparse {Path(model).name} {flags}"
+        command = _command(
+            f"deepmoe bench sparse {Path(model).name}",
+            wide=wide if wide != 1 else None,
+            block=block,
+            density=None if trained else density,
+            batch=batch,
+            codes=codes,
+            device=device,
+            input=size,
+        )
         write_result(save, values, command=command, seed=0, device=device)
     if as_json:
         click.echo(json.dumps(values, indent=2))
         return
     for one in measured:
         _print_sparse(one)
+
+
+def _command(verb: str, **options: Any) -> str:
+    """A command as it would be typed; options that are `None` were not given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return " ".join([verb, *(f"--{name} {value}" for name, value in given.items())])
 
 
 def _print_sparse(values: dict[str, Any]) -> None:

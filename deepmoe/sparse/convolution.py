@@ -1,5 +1,6 @@
 """One folded convolution as a single call of the device's library: bias, ReLU and sum included."""
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -40,6 +41,9 @@ class Convolution:
             x_BCHW.shape,
         )
         self.packed = True
+        # The layer's shapes are still needed, its weights are not: they would be there twice.
+        nothing = layer.weight.new_empty(()).expand(layer.weight.shape)
+        self.layer = replace(layer, weight=nothing)
 
 
 def convolve(

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from deepmoe.backbones import Backbone
+from deepmoe.backbones.base import ANY_SIZE
 from deepmoe.layers import GatedConv
-
-_ANY_SIZE = (512, 512)  # where only the connections of the layers matter
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class FoldedLayer:
 def fold(backbone: Backbone, dtype: torch.dtype) -> dict[str, FoldedLayer]:
     """Every layer of a network by its path, as evaluation runs it."""
     folded = {}
-    for layer in backbone.layers(*_ANY_SIZE):
+    for layer in backbone.layers(*ANY_SIZE):
         found = _fold_module(backbone.get_submodule(layer.path), dtype)
         folded[layer.path] = replace(found, in_gate=layer.in_gate, out_gate=layer.out_gate)
     return _with_shortcut_biases_moved({p: _in_best_format(layer) for p, layer in folded.items()})

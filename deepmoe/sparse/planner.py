@@ -53,10 +53,6 @@ class Planner:
             self.chosen[case] = min(medians, key=lambda n: medians[n])
         return result
 
-    def settled(self, case: Hashable) -> bool:
-        """Whether the way of a case is decided."""
-        return case in self.chosen
-
 
 def _open(times: Mapping[str, list[float]], warm_up: int) -> list[str]:
     """Ways that are to be run once more before the decision."""

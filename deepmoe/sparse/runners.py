@@ -20,12 +20,8 @@ class FixedRunner:
     def __init__(self, layers: Mapping[str, FoldedLayer]) -> None:
         self.convolutions = {p: Convolution(layer) for p, layer in layers.items() if layer.is_conv}
         self.linear = {p: layer for p, layer in layers.items() if not layer.is_conv}
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the weights."""
-        layers = [*(c.layer for c in self.convolutions.values()), *self.linear.values()]
-        return sum(layer.weight.numel() * layer.weight.element_size() for layer in layers)
+        weights = [layer.weight for layer in layers.values()]
+        self.bytes = sum(weight.numel() * weight.element_size() for weight in weights)
 
     def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
         return self.convolutions[path](x_BCHW)
@@ -91,16 +87,7 @@ class SmallNetwork:
     ) -> None:
         self.backbone = backbone
         active = [g.nonzero().flatten() for g in gates]
-        small = {}
-        for path, layer in layers.items():
-            outs = None if layer.out_gate is None else active[layer.out_gate]
-            ins = None if layer.in_gate is None else active[layer.in_gate]
-            taken = layer.take(outs, ins)
-            if layer.out_gate is not None:
-                taken = _scaled(taken, gates[layer.out_gate][active[layer.out_gate]])
-            small[path] = taken
-        self.layers = small
-        self.runner = _RoutedRunner(small, active)
+        self.runner = _RoutedRunner(layers_of_route(layers, gates), active)
 
     @property
     def bytes(self) -> int:
@@ -109,6 +96,21 @@ class SmallNetwork:
 
     def __call__(self, x_BCHW: Tensor) -> Tensor:
         return self.backbone.wire(x_BCHW, self.runner)
+
+
+def layers_of_route(
+    layers: Mapping[str, FoldedLayer], gates: Sequence[Tensor]
+) -> dict[str, FoldedLayer]:
+    """The layers with their active channels alone, and the gates in their weights."""
+    active = [g.nonzero().flatten() for g in gates]
+    small = {}
+    for path, layer in layers.items():
+        outs = None if layer.out_gate is None else active[layer.out_gate]
+        ins = None if layer.in_gate is None else active[layer.in_gate]
+        small[path] = layer.take(outs, ins)
+        if layer.out_gate is not None:
+            small[path] = _scaled(small[path], gates[layer.out_gate][active[layer.out_gate]])
+    return small
 
 
 class _RoutedRunner(FixedRunner):

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from helpers import tiny_config
 
 from deepmoe.bench.routes import routes_as_codebook, set_routes
+from deepmoe.bench.sparse import bench_sparse
+from deepmoe.bench.subjects import Subject
 from deepmoe.cli import main
 from deepmoe.registry import create_model
 from deepmoe.training import fit
@@ -55,6 +58,15 @@ def test_lists_give_all_combinations_and_codes_may_be_left_out() -> None:
     assert all(v["codebook_ms"] is None for v in measured)
 
 
+def test_gates_on_the_residual_stream() -> None:
+    model = create_model("resnet20", gates="all", wide=0.5).eval()
+    set_routes(model, (32, 32), density=0.5)
+    base = create_model("resnet20", gates=None).eval().backbone
+    subject = Subject(model, None, base, torch.randn(2, 3, 32, 32))
+    values = bench_sparse(subject, dtype=torch.float32, rounds=1, compile_dense=False)
+    assert values["max_error"] <= 1e-4
+
+
 def test_trained_gates_are_measured_on_data(tmp_path: Path) -> None:
     run = fit(tiny_config("train.finetune_epochs=0"), tmp_path, quiet=True)
     values = bench(run.checkpoint, "--batch", 5, "--codes", 3)
@@ -70,8 +82,6 @@ def test_mistakes_get_one_sentence(arguments: tuple[str, str]) -> None:
 
 
 def test_routes_have_the_density_asked_for_and_tell_images_apart() -> None:
-    import torch
-
     model = create_model("resnet20", wide=2).eval()
     set_routes(model, (32, 32), density=0.3)
     gates, _ = model.route(torch.randn(16, 3, 32, 32))

@@ -139,10 +139,11 @@ def test_a_layer_that_nothing_can_switch_on() -> None:
         assert error(sparsify(model)(x).logits, model(x).logits) <= SINGLE
 
 
-@pytest.mark.parametrize("name", ["vgg16", "resnet20"])
+@pytest.mark.parametrize(("name", "gates"), [("vgg16", "inner"), ("resnet20", "all")])
 @pytest.mark.parametrize("limit", [None, 1])
-def test_codes_run_as_small_networks(name: str, limit: int | None) -> None:
-    model = with_codebook(with_varied_routes(make(name, wide=0.5), routes=5), codes=3)
+def test_codes_run_as_small_networks(name: str, gates: str, limit: int | None) -> None:
+    plain = make(name, wide=0.5, gates=gates)
+    model = with_codebook(with_varied_routes(plain, routes=5), codes=3)
     x = torch.randn(17, 3, 32, 32)
     sparse = sparsify(model, memory_limit=limit)
     with torch.inference_mode():
