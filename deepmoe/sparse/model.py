@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -132,6 +132,10 @@ class SparseModel(DeepMoE):
         """Small networks of the codes, each for the images that take it."""
         assert self.small_networks is not None
         return self.small_networks(_in_best_format(x_BCHW), codes)
+
+    def _apply(self, *arguments: Any, **options: Any) -> Self:
+        """What `to`, `cuda` or `half` come down to: packed weights would stay behind."""
+        raise UserError("a sparse model stays as it was made: move the model, then sparsify it")
 
     def _find_route(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         assert self.embedding is not None and self.heads is not None

@@ -171,6 +171,12 @@ def test_original_model_is_left_alone_and_is_not_needed() -> None:
     assert error(sparse(x).logits, expected) <= SINGLE
 
 
+def test_a_sparse_model_can_not_be_moved() -> None:
+    sparse = sparsify(create_model("vgg11", wide=0.25))
+    with pytest.raises(UserError, match="move the model"):
+        sparse.double()
+
+
 def test_a_dense_model_is_refused() -> None:
     with pytest.raises(UserError, match="no gates"):
         sparsify(create_model("vgg11", gates="none"))
