@@ -183,6 +183,26 @@ def sparse_grid_table() -> str:
     return f"{_markdown(header, rows)}\n\n{_origin(result)}"
 
 
+def sparse_profile_cpu_table() -> str:
+    """Where the dynamic mode's time goes on a CPU, layer by layer."""
+    result = _read_result("profile_sparse_cpu")
+    keys = ("total_ms", "collect_ms", "convolution_ms", "packed_ms")
+    rows = [
+        (path, *("" if v[key] is None else f"{v[key]:.2f}" for key in keys))
+        for path, v in result["values"]["layers"].items()
+    ]
+    rows.append(("all", f"{result['values']['total_ms']:.2f}", "", "", ""))
+    header = ["layer", "dynamic, ms", "of that collecting", "of that convolution", "packed"]
+    return f"{_markdown(header, rows)}\n\n{_origin(result)} ({result['command']})"
+
+
+def sparse_profile_gpu_table() -> str:
+    """Where the codebook mode's time goes on a GPU."""
+    result = _read_result("profile_sparse_gpu")
+    rows = [(part, f"{ms:.2f}") for part, ms in result["values"].items()]
+    return f"{_markdown(['part', 'ms'], rows)}\n\n{_origin(result)} ({result['command']})"
+
+
 def _milliseconds(values: dict[str, Any], key: str) -> str:
     low, high = values["spread_ms"][key]
     return f"{values[f'{key}_ms']:.2f} ({low:.2f} to {high:.2f})"
@@ -199,6 +219,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "sparse-cpu": partial(sparse_table, "cpu"),
     "sparse-gpu": partial(sparse_table, "gpu"),
     "sparse-grid": sparse_grid_table,
+    "profile-cpu": sparse_profile_cpu_table,
+    "profile-gpu": sparse_profile_gpu_table,
 }
 DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{n}.md" for n in ("results", "sparse-engine"))]
 
