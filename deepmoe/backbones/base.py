@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepmoe.errors import UserError
 from deepmoe.layers import Layer
+from deepmoe.ops import onto_stream
 
 
 class Runner(Protocol):
@@ -125,10 +125,7 @@ class ModuleRunner:
     def convolve_onto(
         self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
     ) -> Tensor:
-        y = self.convolve(path, x_BCHW)
-        if at is None:
-            return F.relu(stream_BCHW + y)
-        return F.relu(stream_BCHW.index_add(1, at, y.to(stream_BCHW.dtype)))
+        return onto_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         return self.backbone.get_submodule(path)(x)

@@ -2,7 +2,6 @@
 
 import resource
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -15,10 +14,13 @@ from torch import Tensor
 from deepmoe.backbones import Backbone
 from deepmoe.bench.subjects import Subject
 from deepmoe.model import DeepMoE
+from deepmoe.ops import onto_stream
 from deepmoe.sparse import sparsify
+from deepmoe.sparse.convolution import convolve_plainly
 from deepmoe.sparse.folding import FoldedLayer, fold
 from deepmoe.sparse.graphs import GraphCache, Work
-from deepmoe.sparse.runners import FixedRunner, layers_of_route
+from deepmoe.sparse.runners import FixedRunner, layers_of_route, parts_by_route
+from deepmoe.timing import timed
 
 TRIAL_ROUNDS = 3  # to find a contender's best way
 PLANNING_RUNS = 40  # at most, until the engine has decided on its ways
@@ -83,7 +85,7 @@ class _Contenders:
         gates, _ = model.route(subject.images)
         assert gates is not None
         self.density = sum((g > 0).float().mean().item() for g in gates) / len(gates)
-        self.routes = len(torch.cat([g > 0 for g in gates], dim=1).unique(dim=0))
+        self.routes = len(parts_by_route(gates))
         sliced = model.backbone.narrow([g[0] > 0 for g in gates])
         kept = [g[0][g[0] > 0] for g in gates]
         networks = {
@@ -170,16 +172,12 @@ class PlainRunner:
 
     def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
         layer = self.layers[path]
-        y = F.conv2d(x_BCHW, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation)
-        return F.relu(y) if layer.relu else y
+        return convolve_plainly(layer, layer.weight, x_BCHW)
 
     def convolve_onto(
         self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
     ) -> Tensor:
-        y = self.convolve(path, x_BCHW)
-        if at is not None:
-            return F.relu(stream_BCHW.index_add(1, at, y))
-        return F.relu(stream_BCHW + y)
+        return onto_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         layer = self.layers[path]
@@ -202,18 +200,10 @@ def _interleaved(
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):  # the first two warm up
         for name, call in calls.items():
-            _wait(device)
-            start = time.perf_counter()
-            call()
-            _wait(device)
+            _, seconds = timed(call, device)
             if number >= 2:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(seconds)
     return times
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -3,7 +3,6 @@
 import re
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,7 @@ from lightning_fabric import Fabric
 
 from deepmoe.config import RunConfig
 from deepmoe.data import DataSource, open_data
+from deepmoe.timing import timed
 from deepmoe.training.checkpoint import CheckpointStore
 from deepmoe.training.distributed import make_fabric
 from deepmoe.training.schedules import Stage, stages
@@ -91,15 +91,13 @@ class _Contender:
         self.trainer = Trainer(config, fabric, model, optimizer, data, store, None, TrainState())
         self.stage = stage
         self.step = self.trainer.prepare(stage)
-        self.on_cuda = fabric.device.type == "cuda"
+        self.device = fabric.device
 
     def epoch_seconds(self, number: int) -> float:
         """Trains one epoch."""
-        self._wait()
-        start = time.perf_counter()
-        self.trainer.train_epoch(self.step, self.stage, self.stage.start + number)
-        self._wait()
-        return time.perf_counter() - start
+        epoch = self.stage.start + number
+        train = partial(self.trainer.train_epoch, self.step, self.stage, epoch)
+        return timed(train, self.device)[1]
 
     def phase_milliseconds(self) -> dict[str, float]:
         """Median time of each phase of a batch, alone. A CUDA graph is one phase."""
@@ -117,15 +115,15 @@ class _Contender:
 
     def kernel_milliseconds(self) -> dict[str, float]:
         """What the GPU does in a batch, by kind of kernel; empty without one."""
-        if not self.on_cuda:
+        if self.device.type != "cuda":
             return {}
         batches = self.trainer.data.train.epoch(0)
         x, labels = next(batches)
-        self._wait()
+        torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(PROFILED_BATCHES):
                 self.step.run(x, labels)
-            self._wait()
+            torch.cuda.synchronize()
         totals = dict.fromkeys([*KERNEL_KINDS, "other"], 0.0)
         for event in profile.key_averages():
             kinds = (k for k, pattern in KERNEL_KINDS.items() if re.search(pattern, event.key))
@@ -133,13 +131,6 @@ class _Contender:
         return {kind: t / 1e3 / PROFILED_BATCHES for kind, t in totals.items()}
 
     def _timed(self, times: dict[str, list[float]], name: str, call: Callable[[], Any]) -> Any:
-        self._wait()
-        start = time.perf_counter()
-        result = call()
-        self._wait()
-        times.setdefault(name, []).append(1e3 * (time.perf_counter() - start))
+        result, seconds = timed(call, self.device)
+        times.setdefault(name, []).append(1e3 * seconds)
         return result
-
-    def _wait(self) -> None:
-        if self.on_cuda:
-            torch.cuda.synchronize()

@@ -1,5 +1,6 @@
 """Layers as data: what a convolution or linear layer costs, and which gates stand around it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,6 +21,21 @@ class Layer:
     out_channels: int
     in_gate: int | None = None  # which gate scales the input channels
     out_gate: int | None = None  # which gate scales the output channels
+
+
+def conv_output_size(
+    size: tuple[int, int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[int, int]:
+    """Height and width of a convolution's output for an input of this size."""
+    height, width = (
+        (size[i] + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1) // stride[i] + 1
+        for i in range(2)
+    )
+    return height, width
 
 
 def conv_layer(

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepmoe.layers.description import Layer, conv_layer
+from deepmoe.layers.description import Layer, conv_layer, conv_output_size
 from deepmoe.ops import scale_channels
 
 
@@ -59,10 +59,8 @@ class GatedConv(nn.Module):
         """Height and width of the output for an input of this size."""
         conv = self.conv
         assert not isinstance(conv.padding, str)
-        reach = conv.dilation[0] * (conv.kernel_size[0] - 1) + 1
-        padding, stride = conv.padding[0], conv.stride[0]
-        out_height, out_width = ((s + 2 * padding - reach) // stride + 1 for s in (height, width))
-        return out_height, out_width
+        geometry = (conv.kernel_size, conv.stride, conv.padding, conv.dilation)
+        return conv_output_size((height, width), *geometry)
 
     def describe(
         self,

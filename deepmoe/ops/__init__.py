@@ -3,5 +3,6 @@
 from deepmoe.ops.gating import scale_channels
 from deepmoe.ops.precision import at_least_single
 from deepmoe.ops.reference import mixture_of_experts_conv2d
+from deepmoe.ops.residual import onto_stream
 
-__all__ = ["at_least_single", "mixture_of_experts_conv2d", "scale_channels"]
+__all__ = ["at_least_single", "mixture_of_experts_conv2d", "onto_stream", "scale_channels"]

@@ -3,13 +3,12 @@
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from deepmoe.backbones import Backbone
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.graphs import GraphCache, Work
-from deepmoe.sparse.runners import SmallNetwork, in_order
+from deepmoe.sparse.runners import SmallNetwork, images_by_number, in_order
 
 
 class CodeNetworks:
@@ -40,14 +39,11 @@ class CodeNetworks:
 
     def __call__(self, x_BCHW: Tensor, codes: Tensor) -> Tensor:
         """Logits of images, each by the network of its code."""
-        groups: dict[int, list[int]] = {}
-        for image, code in enumerate(codes.tolist()):
-            groups.setdefault(code, []).append(image)
+        groups = images_by_number(codes)
         if len(groups) == 1:
             return self._run_all([(next(iter(groups)), x_BCHW)])[0].clone()
-        parts = [torch.tensor(group, device=x_BCHW.device) for group in groups.values()]
-        inputs = [_images_of(x_BCHW, part) for part in parts]
-        return in_order(self._run_all(list(zip(groups, inputs, strict=True))), parts)
+        work = [(code, _images_of(x_BCHW, images)) for code, images in groups.items()]
+        return in_order(self._run_all(work), list(groups.values()))
 
     def network_of(self, code: int) -> SmallNetwork:
         """The network of a code, from the cache or made anew."""

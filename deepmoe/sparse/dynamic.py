@@ -9,12 +9,12 @@ from torch import Tensor
 
 from deepmoe.backbones import Backbone
 from deepmoe.layers import Gates
-from deepmoe.ops import scale_channels
+from deepmoe.ops import onto_stream, scale_channels
 from deepmoe.sparse.collect import Collector
 from deepmoe.sparse.convolution import convolve, convolve_plainly, multiply
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.planner import Planner
-from deepmoe.sparse.runners import FixedRunner, onto_stream, stream_channels
+from deepmoe.sparse.runners import FixedRunner, stream_channels
 from deepmoe.sparse.stream import StreamedWeights, few_positions, stream_pays
 
 BUCKETS = 8  # densities are told apart in so many steps when the planner is asked

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from deepmoe.backbones import Backbone
 from deepmoe.backbones.base import ANY_SIZE
 from deepmoe.layers import GatedConv
+from deepmoe.layers.description import conv_output_size
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,8 @@ class FoldedLayer:
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of a convolution's output for an input of this size."""
-        sizes = [
-            (size + 2 * p - d * (k - 1) - 1) // s + 1
-            for size, p, d, k, s in zip(
-                (height, width),
-                self.padding,
-                self.dilation,
-                self.weight.shape[2:],
-                self.stride,
-                strict=True,
-            )
-        ]
-        return sizes[0], sizes[1]
+        geometry = (self.weight.shape[2:], self.stride, self.padding, self.dilation)
+        return conv_output_size((height, width), *geometry)
 
     def take(self, outputs: Tensor | None, inputs: Tensor | None) -> Self:
         """The layer of these output and input channels alone; `None` takes all of them."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from deepmoe.backbones import Backbone
+from deepmoe.costs import active_share
 from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
@@ -101,9 +102,8 @@ class SparseModel(DeepMoE):
         parts = parts_by_route(gates)
         if not x_BCHW.is_cuda or len(parts) <= MOST_ROUTES_ON_GPU:
             ways["dynamic"] = lambda: self.run_dynamic(x_BCHW, gates, parts)
-        running = torch.cat(gates, dim=1).count_nonzero().item()
-        channels = len(x_BCHW) * max(1, sum(g.shape[1] for g in gates))
-        case = (x_BCHW.shape, len(parts), round(DENSITY_STEPS * running / channels))
+        density = active_share(gates).mean().item()
+        case = (x_BCHW.shape, len(parts), round(DENSITY_STEPS * density))
         warm_up = max(1, PLANNING_IMAGES // len(x_BCHW))
         return self.planner.run(case, ways, x_BCHW.device, warm_up)
 

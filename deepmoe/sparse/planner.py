@@ -1,11 +1,12 @@
 """Chooses between exact ways to the same result, by how long each took."""
 
 import statistics
-import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 import torch
+
+from deepmoe.timing import timed
 
 T = TypeVar("T")
 TRIALS = 3  # timed runs of each way
@@ -45,7 +46,7 @@ class Planner:
         times = self.times.setdefault(case, {name: [] for name in ways})
         # In turn, so that all ways see the same state of caches and neighbours.
         name = min(_open(times, warm_up), key=lambda n: len(times[n]))
-        result, seconds = _timed(ways[name], device)
+        result, seconds = timed(ways[name], device)
         times[name].append(seconds)
         if not _open(times, warm_up):
             counted = {n: t[warm_up:] for n, t in times.items()}
@@ -63,13 +64,3 @@ def _open(times: Mapping[str, list[float]], warm_up: int) -> list[str]:
         for n, t in times.items()
         if len(t) < warm_up + TRIALS and tried.get(n, 0.0) <= HOPELESS * best
     ]
-
-
-def _timed(way: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    result = way()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return result, time.perf_counter() - start

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepmoe.backbones import Backbone
 from deepmoe.layers import Gates
-from deepmoe.ops import scale_channels
+from deepmoe.ops import onto_stream, scale_channels
 from deepmoe.sparse.convolution import Convolution
 from deepmoe.sparse.folding import FoldedLayer
 
@@ -64,13 +64,6 @@ class MaskedRunner:
     def _gate(self, path: str) -> Tensor | None:
         slot = self.fixed.convolutions[path].layer.out_gate
         return None if slot is None else self.gates[slot]
-
-
-def onto_stream(stream_BCHW: Tensor, y_BCHW: Tensor, at: Tensor | None) -> Tensor:
-    """relu(stream + y), where y may hold only some of the stream's channels."""
-    if at is None:
-        return F.relu(stream_BCHW + y_BCHW)
-    return F.relu(stream_BCHW.index_add(1, at, y_BCHW))
 
 
 class SmallNetwork:
@@ -145,20 +138,28 @@ def _scaled(layer: FoldedLayer, gate: Tensor) -> FoldedLayer:
 
 def parts_by_route(gates: Gates) -> list[Tensor]:
     """The images of a batch, grouped by which channels they run."""
-    images = len(gates[0])
-    if images == 1:
+    if len(gates[0]) == 1:
         return [torch.zeros(1, dtype=torch.long, device=gates[0].device)]
     patterns = torch.cat([g > 0 for g in gates], dim=1)
     # One number stands for a pattern: sorting whole patterns takes longer than the network.
     generator = torch.Generator(patterns.device).manual_seed(0)
     keys = torch.randint(2**62, (patterns.shape[1],), generator=generator, device=patterns.device)
-    distinct, member = (patterns * keys).sum(dim=1).unique(return_inverse=True)
-    parts = [(member == route).nonzero().flatten() for route in range(len(distinct))]
-    first = torch.stack([part[0] for part in parts])
-    if torch.equal(patterns, patterns[first[member]]):
+    numbers = (patterns * keys).sum(dim=1)
+    parts = list(images_by_number(numbers).values())
+    order = torch.cat(parts)
+    alike = numbers[order[1:]] == numbers[order[:-1]]
+    equal = (patterns[order[1:]] == patterns[order[:-1]]).all(dim=1)
+    if (equal | ~alike).all():
         return parts
     _, member = patterns.unique(dim=0, return_inverse=True)  # two patterns had the same number
-    return [(member == route).nonzero().flatten() for route in range(int(member.max()) + 1)]
+    return list(images_by_number(member).values())
+
+
+def images_by_number(numbers_B: Tensor) -> dict[int, Tensor]:
+    """For each number that comes up, the images that have it, in order."""
+    order = numbers_B.argsort(stable=True)
+    numbers, counts = numbers_B.unique(return_counts=True)
+    return dict(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))
 
 
 def in_order(outputs: list[Tensor], parts: list[Tensor]) -> Tensor:

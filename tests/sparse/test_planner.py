@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from deepmoe.sparse import planner as module
+from deepmoe import timing
 from deepmoe.sparse.planner import TRIALS, Planner
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     return clock
 
 
