@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepmoe.errors import UserError
 from deepmoe.layers import Layer
-from deepmoe.ops import onto_stream
+from deepmoe.ops import max_pool, onto_stream
 
 
 class Runner(Protocol):
@@ -31,6 +31,10 @@ class Runner(Protocol):
             at: where some outputs were removed, the channels of the stream that the others are for.
         """
 
+    def max_pool(self, x_BCHW: Tensor, size: int, stride: int, padding: int = 0) -> Tensor:
+        """Max pooling over squares."""
+        return max_pool(x_BCHW, size, stride, padding)
+
     def classify(self, path: str, x: Tensor) -> Tensor:
         """The classifier, a linear layer or a convolution."""
 
@@ -49,9 +53,18 @@ class Backbone(nn.Module, ABC):
         self.check_gates(gates)
         return self.wire(x_BCHW, ModuleRunner(self, gates))
 
-    @abstractmethod
     def wire(self, x_BCHW: Tensor, run: Runner) -> Tensor:
         """How the layers are connected; what runs at each of them is up to the runner."""
+        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
+        return self.wire_gated(self.wire_before_gates(x_BCHW, run), run, size)
+
+    def wire_before_gates(self, x_BCHW: Tensor, run: Runner) -> Tensor:
+        """The first layers, as far as they are the same whatever the gates are."""
+        return x_BCHW
+
+    @abstractmethod
+    def wire_gated(self, x_BCHW: Tensor, run: Runner, size: tuple[int, int]) -> Tensor:
+        """The other layers, for an image that had this size."""
 
     @abstractmethod
     def layers(self, height: int, width: int) -> list[Layer]:
@@ -110,7 +123,7 @@ class Backbone(nn.Module, ABC):
             )
 
 
-class ModuleRunner:
+class ModuleRunner(Runner):
     """Runs the backbone's own modules, with gates or dense."""
 
     def __init__(self, backbone: Backbone, gates: Sequence[Tensor] | None) -> None:

@@ -14,9 +14,8 @@ class DRN(ResNet):
     def _make_classifier(self, channels: int, classes: int) -> nn.Module:
         return nn.Conv2d(channels, classes, 1)
 
-    def wire(self, x_BCHW: Tensor, run: Runner) -> Tensor:
-        logits = run.classify("fc", self.features(x_BCHW, run))
-        size = x_BCHW.shape[-2:]
+    def wire_gated(self, x_BCHW: Tensor, run: Runner, size: tuple[int, int]) -> Tensor:
+        logits = run.classify("fc", self.wire_blocks(x_BCHW, run))
         return F.interpolate(logits, size=size, mode="bilinear", align_corners=False)
 
     def _classifier_layer(self, size: tuple[int, int]) -> Layer:

@@ -202,17 +202,18 @@ class ResNet(Backbone):
                 assert isinstance(block, ResidualBlock)
                 yield f"stages.{s}.{b}", block
 
-    def wire(self, x_BCHW: Tensor, run: Runner) -> Tensor:
-        return run.classify("fc", self.features(x_BCHW, run).mean(dim=(2, 3)))
-
-    def features(self, x_BCHW: Tensor, run: Runner) -> Tensor:
-        """The residual stream after the last block."""
+    def wire_before_gates(self, x_BCHW: Tensor, run: Runner) -> Tensor:
         x = run.convolve("stem", x_BCHW)
-        if self.spec.stem == "imagenet":
-            x = F.max_pool2d(x, 3, stride=2, padding=1)
+        return run.max_pool(x, 3, stride=2, padding=1) if self.spec.stem == "imagenet" else x
+
+    def wire_gated(self, x_BCHW: Tensor, run: Runner, size: tuple[int, int]) -> Tensor:
+        return run.classify("fc", self.wire_blocks(x_BCHW, run).mean(dim=(2, 3)))
+
+    def wire_blocks(self, x_BCHW: Tensor, run: Runner) -> Tensor:
+        """The residual stream after the last block."""
         for path, block in self.blocks():
-            x = block(path, x, run)
-        return x
+            x_BCHW = block(path, x_BCHW, run)
+        return x_BCHW
 
     def layers(self, height: int, width: int) -> list[Layer]:
         size = self.stem.output_size(height, width)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Self
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepmoe.backbones.base import Backbone, Runner, initialise_convs, scaled_width
@@ -65,13 +64,12 @@ class VGG(Backbone):
         self.gate_slots = {f"convs.{i}": self._gate_after(i) for i in range(len(self.convs))}
         initialise_convs(self)
 
-    def wire(self, x_BCHW: Tensor, run: Runner) -> Tensor:
+    def wire_gated(self, x_BCHW: Tensor, run: Runner, size: tuple[int, int]) -> Tensor:
         x = x_BCHW
         for i in range(len(self.convs)):
             x = run.convolve(f"convs.{i}", x)
             if i in self.pools_after:
-                # Max pooling takes no empty input; a network may have lost all of a layer.
-                x = F.max_pool2d(x, 2) if x.shape[1] else x[:, :, 1::2, 1::2]
+                x = run.max_pool(x, 2, stride=2)
         return run.classify("classifier", x.mean(dim=(2, 3)))
 
     def layers(self, height: int, width: int) -> list[Layer]:

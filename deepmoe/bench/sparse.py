@@ -11,7 +11,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.backbones import Backbone
+from deepmoe.backbones import Backbone, Runner
 from deepmoe.bench.subjects import Subject
 from deepmoe.model import DeepMoE
 from deepmoe.ops import onto_stream
@@ -19,7 +19,8 @@ from deepmoe.sparse import sparsify
 from deepmoe.sparse.convolution import convolve_plainly
 from deepmoe.sparse.folding import FoldedLayer, fold
 from deepmoe.sparse.graphs import GraphCache, Work
-from deepmoe.sparse.runners import FixedRunner, layers_of_route, parts_by_route
+from deepmoe.sparse.routes import parts_by_route
+from deepmoe.sparse.runners import FixedRunner, layers_of_route
 from deepmoe.timing import timed
 
 TRIAL_ROUNDS = 3  # to find a contender's best way
@@ -88,10 +89,11 @@ class _Contenders:
         self.routes = len(parts_by_route(gates))
         sliced = model.backbone.narrow([g[0] > 0 for g in gates])
         kept = [g[0][g[0] > 0] for g in gates]
+        every = [torch.arange(len(g), device=self.device) for g in kept]
         networks = {
             "dense_wide": (model.backbone, fold(model.backbone, dtype)),
             "dense_base": (subject.base, fold(subject.base, dtype)),
-            "presliced": (sliced, layers_of_route(fold(sliced, dtype), kept)),
+            "presliced": (sliced, layers_of_route(fold(sliced, dtype), kept, every)),
         }
         for name, (wiring, layers) in networks.items():
             self._add_dense(name, wiring, layers, compile_dense)
@@ -159,7 +161,7 @@ class _Contenders:
         return lambda: graphs.run(work)
 
 
-class PlainRunner:
+class PlainRunner(Runner):
     """Folded layers by PyTorch's public operators: what a user would run without the engine."""
 
     def __init__(self, layers: dict[str, FoldedLayer], memory_format: torch.memory_format) -> None:

@@ -2,13 +2,15 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from deepmoe.backbones import Backbone
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.graphs import GraphCache, Work
-from deepmoe.sparse.runners import SmallNetwork, images_by_number, in_order
+from deepmoe.sparse.runners import SmallNetwork
 
 
 class CodeNetworks:
@@ -33,17 +35,37 @@ class CodeNetworks:
         self.backbone = backbone
         self.layers = layers
         self.codes = codes
+        self.numbers = torch.arange(len(codes[0]), device=codes[0].device)
         self.memory_limit = memory_limit
         self.graphs = graphs
         self.networks: OrderedDict[int, SmallNetwork] = OrderedDict()
 
-    def __call__(self, x_BCHW: Tensor, codes: Tensor) -> Tensor:
-        """Logits of images, each by the network of its code."""
-        groups = images_by_number(codes)
-        if len(groups) == 1:
-            return self._run_all([(next(iter(groups)), x_BCHW)])[0].clone()
-        work = [(code, _images_of(x_BCHW, images)) for code, images in groups.items()]
-        return in_order(self._run_all(work), list(groups.values()))
+    def sort(self, x_BCHW: Tensor, codes_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sorts features of images by code. The shapes are fixed, so that it can be captured.
+
+        Returns:
+            The features sorted, which images they are of, and how many images take each code.
+        """
+        images = codes_B.argsort(stable=True)
+        counts = (codes_B[:, None] == self.numbers).sum(dim=0)
+        return _images_of(x_BCHW, images), images, counts
+
+    def __call__(self, x_BCHW: Tensor, counts: list[int], size: tuple[int, int]) -> Tensor:
+        """Logits in the order of the features, each by the network of its code.
+
+        Args:
+            x_BCHW: features, sorted by code.
+            counts: how many take each code.
+            size: of the images they are of.
+        """
+        parts = [(code, x) for code, x in enumerate(x_BCHW.split(counts)) if len(x)]
+        if self.graphs is None:
+            return torch.cat([self.network_of(code)(x, size) for code, x in parts])
+        works = []
+        for code, x in parts:
+            network = partial(self.network_of(code), size=size)
+            works.append(Work((code, size), network, (x,), owner=code))
+        return torch.cat(self.graphs.run_all(works))
 
     def network_of(self, code: int) -> SmallNetwork:
         """The network of a code, from the cache or made anew."""
@@ -59,20 +81,15 @@ class CodeNetworks:
         """Memory of the networks that are there now."""
         return sum(network.bytes for network in self.networks.values())
 
-    def _run_all(self, work: list[tuple[int, Tensor]]) -> list[Tensor]:
-        if self.graphs is None:
-            return [self.network_of(code)(x) for code, x in work]
-        return self.graphs.run_all([Work(code, self.network_of(code), (x,)) for code, x in work])
-
     def _make_room(self) -> None:
         while (
             self.memory_limit is not None
             and len(self.networks) > 1
             and self.bytes > self.memory_limit
         ):
-            code, _ = self.networks.popitem(last=False)
+            dropped, _ = self.networks.popitem(last=False)
             if self.graphs is not None:
-                self.graphs.forget(code)
+                self.graphs.forget(owner=dropped)
 
 
 def _images_of(x_BCHW: Tensor, images: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepmoe.ops import scale_channels
+from deepmoe.sparse.few_inputs import ImageConvolution, has_triton
 from deepmoe.sparse.folding import FoldedLayer
 
 
@@ -18,17 +20,30 @@ class Convolution:
     """
 
     def __init__(self, layer: FoldedLayer) -> None:
-        self.layer = layer
-        self.weight = layer.weight
-        if layer.weight.is_cuda:
-            self.weight = layer.weight.contiguous(memory_format=torch.channels_last)
+        self.images = ImageConvolution(layer) if ImageConvolution.takes(layer) else None
+        self.layer = layer if self.images is None else self.images.layer
+        self.weight = self.layer.weight
+        if self.weight.is_cuda:
+            self.weight = self.weight.contiguous(memory_format=torch.channels_last)
         self.packed = False
 
-    def __call__(self, x_BCHW: Tensor, onto_BCHW: Tensor | None = None) -> Tensor:
-        """The convolution with its ReLU; or, with `onto_BCHW`, relu(onto + convolution)."""
-        if not self.packed and onednn_runs(x_BCHW) and self.weight.numel():
+    def __call__(
+        self, x_BCHW: Tensor, onto_BCHW: Tensor | None = None, gate_BC: Tensor | None = None
+    ) -> Tensor:
+        """The convolution with its ReLU.
+
+        Args:
+            x_BCHW: its input.
+            onto_BCHW: gives relu(onto + convolution).
+            gate_BC: multiplies the channels at last.
+        """
+        if self.images is not None:
+            x_BCHW = self.images.patches_of(x_BCHW)
+        elif not self.packed and onednn_runs(x_BCHW) and self.weight.numel():
             self._pack(x_BCHW)
-        return convolve(self.layer, self.weight, x_BCHW, onto_BCHW)
+        if gate_BC is None:
+            return convolve(self.layer, self.weight, x_BCHW, onto_BCHW)
+        return convolve_gated(self.layer, self.weight, x_BCHW, gate_BC)
 
     def _pack(self, x_BCHW: Tensor) -> None:
         layer = self.layer
@@ -57,6 +72,18 @@ def convolve(
     if (layer.relu or onto_BCHW is not None) and cudnn_runs(x_BCHW):
         return _by_cudnn(layer, weight, x_BCHW, onto_BCHW)
     return convolve_plainly(layer, weight, x_BCHW, onto_BCHW)
+
+
+def convolve_gated(layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, gate_BC: Tensor) -> Tensor:
+    """The same, its channels multiplied by gates."""
+    if not cudnn_runs(x_BCHW) or not weight.numel():
+        return scale_channels(convolve(layer, weight, x_BCHW), gate_BC)
+    from deepmoe.sparse.triton_kernels import finish_
+
+    # The gates take a pass over the output in any case, and it may as well add the bias.
+    y = F.conv2d(x_BCHW, weight, None, layer.stride, layer.padding, layer.dilation)
+    y = y.contiguous(memory_format=torch.channels_last)
+    return finish_(y, bias=layer.bias, gate=gate_BC, relu=layer.relu)
 
 
 def convolve_plainly(
@@ -89,9 +116,9 @@ def onednn_runs(x: Tensor) -> bool:
 
 
 def cudnn_runs(x: Tensor) -> bool:
-    """Whether cuDNN's fused convolution takes this tensor."""
+    """Whether cuDNN's fused convolution and the kernels beside it take this tensor."""
     half = x.dtype in (torch.bfloat16, torch.float16)
-    return x.is_cuda and half and torch.backends.cudnn.is_available()
+    return x.is_cuda and half and torch.backends.cudnn.is_available() and has_triton()
 
 
 @cache

@@ -14,7 +14,7 @@ from deepmoe.sparse.collect import Collector
 from deepmoe.sparse.convolution import convolve, convolve_plainly, multiply
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.planner import Planner
-from deepmoe.sparse.runners import FixedRunner, stream_channels
+from deepmoe.sparse.runners import EngineRunner, FixedRunner, stream_channels
 from deepmoe.sparse.stream import StreamedWeights, few_positions, stream_pays
 
 BUCKETS = 8  # densities are told apart in so many steps when the planner is asked
@@ -40,16 +40,17 @@ class DynamicNetwork:
         self.streamed: dict[str, StreamedWeights] = {}
         self.transposed: dict[str, Tensor] = {}
 
-    def __call__(self, x_BCHW: Tensor, gates: Gates) -> Tensor:
+    def __call__(self, x_BCHW: Tensor, gates: Gates, size: tuple[int, int]) -> Tensor:
         """Logits of images that all take the same route: their gates are zero at the same places.
 
         Args:
-            x_BCHW: the images.
+            x_BCHW: what the layers before the first gate give.
             gates: of these images.
+            size: of the images.
         """
         active = [g[0].nonzero().flatten() for g in gates]
         values = [g.index_select(1, a) for g, a in zip(gates, active, strict=True)]
-        return self.backbone.wire(x_BCHW, _DynamicRunner(self, active, values))
+        return self.backbone.wire_gated(x_BCHW, _DynamicRunner(self, active, values), size)
 
     def transposed_weights(self, path: str) -> Tensor:
         """The weights of a 1x1 convolution with inputs as rows, so that taking some is a copy."""
@@ -64,7 +65,7 @@ class DynamicNetwork:
         return self.streamed[path]
 
 
-class _DynamicRunner:
+class _DynamicRunner(EngineRunner):
     """One pass through the network for one route."""
 
     def __init__(

@@ -51,7 +51,7 @@ def fold(backbone: Backbone, dtype: torch.dtype) -> dict[str, FoldedLayer]:
     for layer in backbone.layers(*ANY_SIZE):
         found = _fold_module(backbone.get_submodule(layer.path), dtype)
         folded[layer.path] = replace(found, in_gate=layer.in_gate, out_gate=layer.out_gate)
-    return _with_shortcut_biases_moved({p: _in_best_format(layer) for p, layer in folded.items()})
+    return _with_shortcut_biases_moved(folded)
 
 
 def _in_best_format(layer: FoldedLayer) -> FoldedLayer:
@@ -78,30 +78,38 @@ def _with_shortcut_biases_moved(layers: dict[str, FoldedLayer]) -> dict[str, Fol
     return moved
 
 
-def fold_chain(convs: nn.Sequential, dtype: torch.dtype) -> list[FoldedLayer]:
-    """A plain chain of gated convolutions, such as an embedding network's."""
-    return [_in_best_format(_fold_module(conv, dtype)) for conv in convs]
+def fold_conv(module: GatedConv, dtype: torch.dtype) -> FoldedLayer:
+    """A gated convolution with its batch norm in the weights."""
+    scale, bias = norm_as_affine(module)
+    weight = module.conv.weight.detach().double() * scale[:, None, None, None]
+    geometry = _geometry(module.conv)
+    folded = FoldedLayer(weight.to(dtype), bias.to(dtype), **geometry, relu=module.relu)
+    return _in_best_format(folded)
+
+
+def bare_conv(module: GatedConv, dtype: torch.dtype) -> FoldedLayer:
+    """A gated convolution without its batch norm and ReLU."""
+    weight = module.conv.weight.detach().to(dtype)
+    return _in_best_format(FoldedLayer(weight, None, **_geometry(module.conv)))
+
+
+def norm_as_affine(module: GatedConv) -> tuple[Tensor, Tensor]:
+    """Scale and bias of the batch norm, in double precision: they add no error to speak of."""
+    bn = module.bn
+    assert bn.running_mean is not None and bn.running_var is not None
+    scale = bn.weight.detach().double() / (bn.running_var.double() + bn.eps).sqrt()
+    return scale, bn.bias.detach().double() - bn.running_mean.double() * scale
 
 
 def _fold_module(module: nn.Module, dtype: torch.dtype) -> FoldedLayer:
     if isinstance(module, GatedConv):
-        weight, bias = _folded_weight(module)
-        geometry = _geometry(module.conv)
-        return FoldedLayer(weight.to(dtype), bias.to(dtype), **geometry, relu=module.relu)
+        return fold_conv(module, dtype)
     assert isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None
     geometry = _geometry(module) if isinstance(module, nn.Conv2d) else {}
-    return FoldedLayer(module.weight.detach().to(dtype), module.bias.detach().to(dtype), **geometry)
+    weight, bias = module.weight.detach().to(dtype), module.bias.detach().to(dtype)
+    return _in_best_format(FoldedLayer(weight, bias, **geometry))
 
 
 def _geometry(conv: nn.Conv2d) -> dict[str, Any]:
     assert not isinstance(conv.padding, str)
     return {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
-
-
-def _folded_weight(module: GatedConv) -> tuple[Tensor, Tensor]:
-    bn, weight = module.bn, module.conv.weight.detach()
-    assert bn.running_mean is not None and bn.running_var is not None
-    # In double precision, so that folding itself adds no error to speak of.
-    scale = bn.weight.detach().double() / (bn.running_var.double() + bn.eps).sqrt()
-    bias = bn.bias.detach().double() - bn.running_mean.double() * scale
-    return weight.double() * scale[:, None, None, None], bias

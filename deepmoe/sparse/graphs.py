@@ -11,12 +11,34 @@ MOST_GRAPHS = 256  # each holds memory for its activations
 STREAMS = 8
 
 
+class Beside:
+    """What stands under it runs beside what follows, until `join`; on a CPU, before it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.context = torch.cuda.stream(self.stream)
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self.context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(*error)
+
+    def join(self) -> None:
+        """Lets what follows wait for it."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
+
 class Work(NamedTuple):
     """A function of tensors, and what to call it with."""
 
     name: Hashable  # the same name always means the same function
     function: Callable[..., Any]
     inputs: tuple[Tensor, ...]
+    owner: Hashable = None  # whatever the function belongs to
 
 
 class GraphCache:
@@ -44,9 +66,9 @@ class GraphCache:
             here.wait_stream(stream)
         return results
 
-    def forget(self, name: Hashable) -> None:
-        """Drops the graphs of a function that is gone."""
-        for key in [k for k, graph in self.graphs.items() if graph.name == name]:
+    def forget(self, owner: Hashable) -> None:
+        """Drops the graphs of something that is gone."""
+        for key in [k for k, graph in self.graphs.items() if graph.owner == owner]:
             del self.graphs[key]
 
     def _prepared(self, work: Work) -> Callable[..., Any]:
@@ -67,7 +89,7 @@ class _Graph:
     """A function captured for inputs of certain shapes."""
 
     def __init__(self, work: Work) -> None:
-        self.name = work.name
+        self.owner = work.owner
         self.function = work.function  # keeps its weights alive
         self.inputs = [x.clone() for x in work.inputs]
         stream = torch.cuda.Stream()

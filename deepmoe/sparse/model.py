@@ -1,12 +1,11 @@
 """SparseModel: a trained network that runs only what its gates ask for."""
 
 import copy
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from deepmoe.backbones import Backbone
 from deepmoe.costs import active_share
@@ -14,12 +13,14 @@ from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.sparse.codes import CodeNetworks
-from deepmoe.sparse.convolution import Convolution
 from deepmoe.sparse.dynamic import DynamicNetwork
-from deepmoe.sparse.folding import fold, fold_chain
-from deepmoe.sparse.graphs import GraphCache, Work
+from deepmoe.sparse.embedding import FastEmbedding
+from deepmoe.sparse.few_inputs import ImageConvolution
+from deepmoe.sparse.folding import fold
+from deepmoe.sparse.graphs import Beside, GraphCache, Work
 from deepmoe.sparse.planner import Planner
-from deepmoe.sparse.runners import FixedRunner, MaskedRunner, in_order, parts_by_route
+from deepmoe.sparse.routes import in_order, parts_by_route, route_numbers
+from deepmoe.sparse.runners import FixedRunner, MaskedRunner
 
 DENSITY_STEPS = 16  # in how many steps the planner tells densities apart
 PLANNING_IMAGES = 13  # after so many, the dynamic network has planned its own layers
@@ -48,6 +49,13 @@ def sparsify(
     if not model.gated:
         raise UserError("a dense network has no gates, so that there is nothing to skip")
     return SparseModel(model, dtype or next(model.parameters()).dtype, memory_limit)
+
+
+class Start(NamedTuple):
+    """Where the gated layers start: what those before them gave for images of a size."""
+
+    features_BCHW: Tensor
+    size: tuple[int, int]
 
 
 class SparseModel(DeepMoE):
@@ -80,89 +88,120 @@ class SparseModel(DeepMoE):
                 self.wiring[0], self.layers, codes, memory_limit, self.graphs
             )
         assert self.embedding is not None
-        self.embedding_convs = [Convolution(c) for c in fold_chain(self.embedding.convs, dtype)]
-        if device.type == "cuda":
-            self.embedding.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.fast_embedding = FastEmbedding(self.embedding, dtype)
+        # Whether the first layer brings images into the memory format and precision that it likes.
+        self.takes_any_image = ImageConvolution.takes(next(iter(self.layers.values())))
         self.eval()
 
     @torch.inference_mode()
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
-        x_BCHW = _in_best_format(x_BCHW)
-        g_BC, embedding_logits, codes = self._run("route", self._find_route, x_BCHW)
-        gates = g_BC.split(self.backbone.gate_widths, dim=1)
-        logits = self.run_backbone(x_BCHW.to(self.dtype), gates, codes)
-        return DeepMoEOutput(logits, embedding_logits, gates)
+        if not self.takes_any_image:
+            x_BCHW = self._converted(x_BCHW)
+        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
+        prepare = self._find_routes if self.small_networks is None else self._find_codes
+        g_BC, embedding_logits, features, *found = self._run("prepare", prepare, x_BCHW)
+        run = self._run_by_route if self.small_networks is None else self._run_by_code
+        logits = run(Start(features, size), g_BC, *found)
+        if self.graphs is not None:  # the next run will write over what graphs gave
+            g_BC, embedding_logits, logits = g_BC.clone(), embedding_logits.clone(), logits.clone()
+        return DeepMoEOutput(logits, embedding_logits, self._split(g_BC))
 
-    def run_backbone(self, x_BCHW: Tensor, gates: Gates, codes: Tensor | None = None) -> Tensor:
-        """Logits of images with given gates (and the codes they come from), by the fastest way."""
-        ways: dict[str, Callable[[], Tensor]] = {"dense": lambda: self.run_masked(x_BCHW, gates)}
-        if codes is not None:
-            ways["codebook"] = lambda: self.run_codes(x_BCHW, codes)
-            return self.planner.run(x_BCHW.shape, ways, x_BCHW.device)
-        parts = parts_by_route(gates)
-        if not x_BCHW.is_cuda or len(parts) <= MOST_ROUTES_ON_GPU:
-            ways["dynamic"] = lambda: self.run_dynamic(x_BCHW, gates, parts)
+    def start(self, x_BCHW: Tensor) -> Start:
+        """What the layers before the first gate give."""
+        features = self.wiring[0].wire_before_gates(self._converted(x_BCHW), self.whole)
+        return Start(features, (x_BCHW.shape[-2], x_BCHW.shape[-1]))
+
+    def run_masked(self, start: Start, gates: Gates) -> Tensor:
+        """Logits by all channels, multiplied by the gates."""
+
+        def masked(features_BCHW: Tensor, g_BC: Tensor) -> Tensor:
+            runner = MaskedRunner(self.whole, self._kept(self._split(g_BC)))
+            return self.wiring[0].wire_gated(features_BCHW, runner, start.size)
+
+        g_BC = torch.cat(gates, dim=1)
+        return self._run(("masked", start.size), masked, start.features_BCHW, g_BC)
+
+    def run_dynamic(self, start: Start, gates: Gates, parts: list[Tensor] | None = None) -> Tensor:
+        """Logits by active channels only, route by route (`parts` says which images share one)."""
+        x_BCHW, size = self._converted(start.features_BCHW), start.size
+        gates = self._kept(gates)
+        parts = parts_by_route(gates) if parts is None else parts
+        if len(parts) == 1:
+            return self.dynamic(x_BCHW, gates, size)
+        outputs = [
+            self.dynamic(x_BCHW[part], tuple(g[part] for g in gates), size) for part in parts
+        ]
+        return in_order(torch.cat(outputs), torch.cat(parts))
+
+    def _run_by_route(self, start: Start, g_BC: Tensor, numbers_B: Tensor) -> Tensor:
+        """Logits of images whose routes have these numbers, by the fastest way."""
+        x_BCHW, gates = start.features_BCHW, self._split(g_BC)
+        if x_BCHW.is_cuda and len(set(numbers_B.tolist())) > MOST_ROUTES_ON_GPU:
+            return self.run_masked(start, gates)
+        parts = parts_by_route(gates, numbers_B)
+        ways: dict[str, Callable[[], Tensor]] = {
+            "dense": lambda: self.run_masked(start, gates),
+            "dynamic": lambda: self.run_dynamic(start, gates, parts),
+        }
         density = active_share(gates).mean().item()
         case = (x_BCHW.shape, len(parts), round(DENSITY_STEPS * density))
         warm_up = max(1, PLANNING_IMAGES // len(x_BCHW))
         return self.planner.run(case, ways, x_BCHW.device, warm_up)
 
-    def run_masked(self, x_BCHW: Tensor, gates: Gates) -> Tensor:
-        """All channels, multiplied by the gates."""
-
-        def masked(x_BCHW: Tensor, g_BC: Tensor) -> Tensor:
-            gates = g_BC.split(self.backbone.gate_widths, dim=1)
-            runner = MaskedRunner(self.whole, self._kept(gates))
-            return self.wiring[0].wire(_in_best_format(x_BCHW), runner)
-
-        return self._run("masked", masked, x_BCHW, torch.cat(gates, dim=1))
-
-    def run_dynamic(
-        self, x_BCHW: Tensor, gates: Gates, parts: list[Tensor] | None = None
-    ) -> Tensor:
-        """Active channels only, route by route (`parts` says which images share one)."""
-        gates, x_BCHW = self._kept(gates), _in_best_format(x_BCHW)
-        parts = parts_by_route(gates) if parts is None else parts
-        if len(parts) == 1:
-            return self.dynamic(x_BCHW, gates)
-        outputs = [self.dynamic(x_BCHW[part], tuple(g[part] for g in gates)) for part in parts]
-        return in_order(outputs, parts)
-
-    def run_codes(self, x_BCHW: Tensor, codes: Tensor) -> Tensor:
-        """Small networks of the codes, each for the images that take it."""
-        assert self.small_networks is not None
-        return self.small_networks(_in_best_format(x_BCHW), codes)
+    def _run_by_code(self, start: Start, g_BC: Tensor, images: Tensor, counts_K: Tensor) -> Tensor:
+        """Logits of images that are sorted by code, by the fastest way; in their own order."""
+        networks, x_BCHW = self.small_networks, start.features_BCHW
+        assert networks is not None
+        ways: dict[str, Callable[[], Tensor]] = {
+            "dense": lambda: self.run_masked(start, self._split(g_BC.index_select(0, images))),
+            "codebook": lambda: networks(x_BCHW, counts_K.tolist(), start.size),
+        }
+        return in_order(self.planner.run(x_BCHW.shape, ways, x_BCHW.device), images)
 
     def _apply(self, *arguments: Any, **options: Any) -> Self:
         """What `to`, `cuda` or `half` come down to: packed weights would stay behind."""
         raise UserError("a sparse model stays as it was made: move the model, then sparsify it")
 
-    def _find_route(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        assert self.embedding is not None and self.heads is not None
-        if self.dtype == self.embedding.project.weight.dtype:
-            y_BCHW = x_BCHW.to(self.dtype)
-            for convolution in self.embedding_convs:
-                y_BCHW = convolution(y_BCHW)
-            e_BD, embedding_logits = self.embedding.mix(y_BCHW)
-        else:
-            # Rounded just as in the model itself: an image must not take another route here.
-            with torch.autocast(x_BCHW.device.type, self.dtype):
-                e_BD, embedding_logits = self.embedding(x_BCHW)
+    def _find_routes(self, x_BCHW: Tensor) -> tuple[Tensor, ...]:
+        """All gates side by side, the embedding's logits, features, numbers of the routes."""
+        gates, embedding_logits, features = self._look_at(x_BCHW)
+        return torch.cat(gates, dim=1), embedding_logits, features, route_numbers(gates)
+
+    def _find_codes(self, x_BCHW: Tensor) -> tuple[Tensor, ...]:
+        """All gates, the embedding's logits, features sorted by code, and how to undo that."""
+        assert self.codebook is not None and self.small_networks is not None
+        gates, embedding_logits, features = self._look_at(x_BCHW)
+        codes_B = self.codebook.nearest(gates)
+        g_BC = self.codebook.codes[codes_B].to(gates[0].dtype)
+        return g_BC, embedding_logits, *self.small_networks.sort(features, codes_B)
+
+    def _look_at(self, x_BCHW: Tensor) -> tuple[Gates, Tensor, Tensor]:
+        """The heads' gates, the embedding's logits, and what the first layers give."""
+        assert self.heads is not None
+        beside = Beside(x_BCHW.device)
+        with beside:
+            features = self.wiring[0].wire_before_gates(x_BCHW, self.whole)
+        e_BD, embedding_logits = self.fast_embedding(x_BCHW)
         gates = self.heads(e_BD)
-        if self.codebook is None:
-            return torch.cat(gates, dim=1), embedding_logits, None
-        codes = self.codebook.nearest(gates)
-        return self.codebook.codes[codes].to(gates[0].dtype), embedding_logits, codes
+        beside.join()
+        return gates, embedding_logits, features
+
+    def _split(self, g_BC: Tensor) -> Gates:
+        return g_BC.split(self.backbone.gate_widths, dim=1)
+
+    def _converted(self, x_BCHW: Tensor) -> Tensor:
+        best = torch.channels_last if x_BCHW.is_cuda else torch.preserve_format
+        return x_BCHW.to(self.dtype, memory_format=best)
 
     def _kept(self, gates: Gates) -> Gates:
         kept = zip(gates, self.kept, strict=True)
         return tuple(g if k is None else g.index_select(1, k) for g, k in kept)
 
-    def _run(self, name: str, function: Callable[..., Any], *inputs: Tensor) -> Any:
+    def _run(self, name: Hashable, function: Callable[..., Any], *inputs: Tensor) -> Any:
+        """Calls a function; by a CUDA graph where that is possible."""
         if self.graphs is None:
             return function(*inputs)
-        result = self.graphs.run(Work(name, function, inputs))
-        return tree_map_only(Tensor, Tensor.clone, result)  # the graph will write over its own
+        return self.graphs.run(Work(name, function, inputs))
 
 
 def _channels_to_keep(model: DeepMoE) -> list[Tensor]:
@@ -182,7 +221,3 @@ def _without_weights(backbone: Backbone) -> Backbone:
     for parameter in backbone.parameters():
         parameter.data = parameter.data.new_empty(0)
     return backbone
-
-
-def _in_best_format(x_BCHW: Tensor) -> Tensor:
-    return x_BCHW.contiguous(memory_format=torch.channels_last) if x_BCHW.is_cuda else x_BCHW

@@ -7,14 +7,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.backbones import Backbone
+from deepmoe.backbones import Backbone, Runner
 from deepmoe.layers import Gates
-from deepmoe.ops import onto_stream, scale_channels
-from deepmoe.sparse.convolution import Convolution
+from deepmoe.ops import onto_stream
+from deepmoe.sparse.convolution import Convolution, cudnn_runs
+from deepmoe.sparse.few_inputs import MULTIPLE
 from deepmoe.sparse.folding import FoldedLayer
 
 
-class FixedRunner:
+class EngineRunner(Runner):
+    """What all runners of the engine share."""
+
+    def max_pool(self, x_BCHW: Tensor, size: int, stride: int, padding: int = 0) -> Tensor:
+        if not cudnn_runs(x_BCHW) or not x_BCHW.shape[1]:
+            return super().max_pool(x_BCHW, size, stride, padding)
+        from deepmoe.sparse import triton_kernels
+
+        x_BCHW = x_BCHW.contiguous(memory_format=torch.channels_last)
+        return triton_kernels.max_pool(x_BCHW, size, stride, padding)
+
+
+class FixedRunner(EngineRunner):
     """Runs folded layers as they are, without gates."""
 
     def __init__(self, layers: Mapping[str, FoldedLayer]) -> None:
@@ -39,7 +52,7 @@ class FixedRunner:
         return F.linear(x, self.linear[path].weight, self.linear[path].bias)
 
 
-class MaskedRunner:
+class MaskedRunner(EngineRunner):
     """Runs all channels and multiplies them by the gates: dense, whatever the gates are."""
 
     def __init__(self, fixed: FixedRunner, gates: Gates) -> None:
@@ -47,7 +60,7 @@ class MaskedRunner:
         self.gates = gates
 
     def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
-        return scale_channels(self.fixed.convolve(path, x_BCHW), self._gate(path))
+        return self.fixed.convolutions[path](x_BCHW, gate_BC=self._gate(path))
 
     def convolve_onto(
         self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
@@ -55,8 +68,7 @@ class MaskedRunner:
         gate = self._gate(path)
         if gate is None:
             return self.fixed.convolve_onto(path, x_BCHW, stream_BCHW, at)
-        y = scale_channels(self.fixed.convolve(path, x_BCHW), gate)
-        return onto_stream(stream_BCHW, y, at)
+        return onto_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         return self.fixed.classify(path, x)
@@ -69,6 +81,8 @@ class MaskedRunner:
 class SmallNetwork:
     """The physically small network of one route, its gates folded into the weights.
 
+    It starts behind the layers that are the same for all routes.
+
     Args:
         backbone: how the layers are connected.
         layers: of the whole network.
@@ -79,23 +93,25 @@ class SmallNetwork:
         self, backbone: Backbone, layers: Mapping[str, FoldedLayer], gates: Sequence[Tensor]
     ) -> None:
         self.backbone = backbone
-        active = [g.nonzero().flatten() for g in gates]
-        self.runner = _RoutedRunner(layers_of_route(layers, gates), active)
+        layer = next(iter(layers.values()))
+        half = layer.weight.is_cuda and layer.weight.dtype in (torch.bfloat16, torch.float16)
+        active = [_channels_to_run(g, MULTIPLE if half else 1) for g in gates]
+        self.runner = _RoutedRunner(layers_of_route(layers, gates, active), active)
 
     @property
     def bytes(self) -> int:
         """Memory of the weights."""
         return self.runner.bytes
 
-    def __call__(self, x_BCHW: Tensor) -> Tensor:
-        return self.backbone.wire(x_BCHW, self.runner)
+    def __call__(self, x_BCHW: Tensor, size: tuple[int, int]) -> Tensor:
+        """Logits, from what the first layers give for images of this size."""
+        return self.backbone.wire_gated(x_BCHW, self.runner, size)
 
 
 def layers_of_route(
-    layers: Mapping[str, FoldedLayer], gates: Sequence[Tensor]
+    layers: Mapping[str, FoldedLayer], gates: Sequence[Tensor], active: Sequence[Tensor]
 ) -> dict[str, FoldedLayer]:
     """The layers with their active channels alone, and the gates in their weights."""
-    active = [g.nonzero().flatten() for g in gates]
     small = {}
     for path, layer in layers.items():
         outs = None if layer.out_gate is None else active[layer.out_gate]
@@ -104,6 +120,12 @@ def layers_of_route(
         if layer.out_gate is not None:
             small[path] = _scaled(small[path], gates[layer.out_gate][active[layer.out_gate]])
     return small
+
+
+def _channels_to_run(gate_C: Tensor, multiple: int) -> Tensor:
+    """The active channels, and as many others (whose gate makes them zero) as make a multiple."""
+    on, off = (gate_C != 0).nonzero().flatten(), (gate_C == 0).nonzero().flatten()
+    return torch.cat([on, off[: -len(on) % multiple]]).sort().values
 
 
 class _RoutedRunner(FixedRunner):
@@ -134,35 +156,3 @@ def _scaled(layer: FoldedLayer, gate: Tensor) -> FoldedLayer:
     factor = gate.to(layer.weight.dtype)
     weight = layer.weight * factor[:, None, None, None]
     return replace(layer, weight=weight, bias=None if layer.bias is None else layer.bias * factor)
-
-
-def parts_by_route(gates: Gates) -> list[Tensor]:
-    """The images of a batch, grouped by which channels they run."""
-    if len(gates[0]) == 1:
-        return [torch.zeros(1, dtype=torch.long, device=gates[0].device)]
-    patterns = torch.cat([g > 0 for g in gates], dim=1)
-    # One number stands for a pattern: sorting whole patterns takes longer than the network.
-    generator = torch.Generator(patterns.device).manual_seed(0)
-    keys = torch.randint(2**62, (patterns.shape[1],), generator=generator, device=patterns.device)
-    numbers = (patterns * keys).sum(dim=1)
-    parts = list(images_by_number(numbers).values())
-    order = torch.cat(parts)
-    alike = numbers[order[1:]] == numbers[order[:-1]]
-    equal = (patterns[order[1:]] == patterns[order[:-1]]).all(dim=1)
-    if (equal | ~alike).all():
-        return parts
-    _, member = patterns.unique(dim=0, return_inverse=True)  # two patterns had the same number
-    return list(images_by_number(member).values())
-
-
-def images_by_number(numbers_B: Tensor) -> dict[int, Tensor]:
-    """For each number that comes up, the images that have it, in order."""
-    order = numbers_B.argsort(stable=True)
-    numbers, counts = numbers_B.unique(return_counts=True)
-    return dict(zip(numbers.tolist(), order.split(counts.tolist()), strict=True))
-
-
-def in_order(outputs: list[Tensor], parts: list[Tensor]) -> Tensor:
-    """Outputs of parts of a batch as those of the batch."""
-    joined, images = torch.cat(outputs), torch.cat(parts)
-    return torch.empty_like(joined).index_copy_(0, images, joined)

@@ -13,14 +13,17 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @needs_cuda
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("name", ["vgg16", "resnet56", "resnet50"])
+@pytest.mark.parametrize("name", ["vgg16", "resnet56", "resnet50", "drn_a_50"])
 @pytest.mark.parametrize("coded", [False, True])
-def test_outputs_equal_on_a_gpu(name: str, coded: bool, dtype: torch.dtype, allowed: float) -> None:
+@pytest.mark.parametrize("density", [0.5, 0.3])  # widths that suit the matrix unit, and odd ones
+def test_outputs_equal_on_a_gpu(
+    name: str, density: float, coded: bool, dtype: torch.dtype, allowed: float
+) -> None:
     torch.backends.cudnn.allow_tf32 = False
-    size = (96, 96) if name == "resnet50" else (32, 32)
+    size = (32, 32) if name in ("vgg16", "resnet56") else (95, 97)
     embedding = EmbeddingConfig(form="latent", dim=5)
     model = create_model(name, wide=2, embedding=embedding).eval().cuda()
-    set_routes(model, size, density=0.5)
+    set_routes(model, size, density=density)
     model = routes_as_codebook(model) if coded else model
     sparse = sparsify(model, dtype=dtype)
     x = torch.randn(33, 3, *size, device="cuda")

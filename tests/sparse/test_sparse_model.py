@@ -14,6 +14,7 @@ from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, list_models
 from deepmoe.sparse import SparseModel, sparsify
 from deepmoe.sparse.planner import TRIALS
+from deepmoe.sparse.routes import in_order
 
 SINGLE, HALF = 1e-4, 2e-2  # relative errors allowed
 SETTLED = 16  # runs after which every way of every layer has been tried
@@ -51,9 +52,9 @@ def check_all_ways(
 ) -> SparseModel:
     sparse = sparsify(model)
     expected = model.backbone(x, gates)
-    assert error(sparse.run_masked(x, tuple(gates)), expected) <= allowed
+    assert error(sparse.run_masked(sparse.start(x), tuple(gates)), expected) <= allowed
     for _ in range(runs):
-        assert error(sparse.run_dynamic(x, tuple(gates)), expected) <= allowed
+        assert error(sparse.run_dynamic(sparse.start(x), tuple(gates)), expected) <= allowed
     return sparse
 
 
@@ -146,13 +147,16 @@ def test_codes_run_as_small_networks(name: str, gates: str, limit: int | None) -
     model = with_codebook(with_varied_routes(plain, routes=5), codes=3)
     x = torch.randn(17, 3, 32, 32)
     sparse = sparsify(model, memory_limit=limit)
+    networks = sparse.small_networks
     with torch.inference_mode():
         expected = model(x).logits
         codes = model.codebook.nearest(model.heads(model.embedding(x)[0]))
         assert len(codes.unique()) > 1  # a mixed batch
         for _ in range(2):
-            assert error(sparse.run_codes(x, codes), expected) <= SINGLE
-            assert len(sparse.small_networks.networks) == (3 if limit is None else 1)
+            features, images, counts = networks.sort(sparse.start(x).features_BCHW, codes)
+            ours = networks(features, counts.tolist(), (32, 32))
+            assert error(in_order(ours, images), expected) <= SINGLE
+            assert len(networks.networks) == (3 if limit is None else 1)
         for _ in range(10):
             assert error(sparse(x).logits, expected) <= SINGLE
 

@@ -1,0 +1,57 @@
+"""The shallow embedding network, as inference runs it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from deepmoe.layers import GatedConv, ShallowEmbedding
+from deepmoe.sparse.convolution import Convolution, cudnn_runs
+from deepmoe.sparse.folding import bare_conv, fold_conv, norm_as_affine
+
+
+class FastEmbedding:
+    """Gives the mixture weights and class logits that the embedding network gives.
+
+    Args:
+        embedding: in evaluation mode.
+        dtype: of the convolutions. In half precision, values are rounded where the embedding
+            network itself rounds them under autocast: an image must not take another route here.
+    """
+
+    def __init__(self, embedding: ShallowEmbedding, dtype: torch.dtype) -> None:
+        self.embedding = embedding
+        self.dtype = dtype
+        self.mixed = dtype != embedding.project.weight.dtype
+        convs = [conv for conv in embedding.convs if isinstance(conv, GatedConv)]
+        self.steps: list[Callable[[Tensor], Tensor]] = []
+        if not self.mixed:
+            self.steps = [Convolution(fold_conv(conv, dtype)) for conv in convs]
+        elif cudnn_runs(embedding.project.weight.to(dtype)):
+            self.steps = [_RoundedConvolution(conv, dtype) for conv in convs]
+
+    def __call__(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Mixture weights e_BD and class logits, from images in any memory format."""
+        with torch.autocast(x_BCHW.device.type, self.dtype, enabled=self.mixed):
+            if not self.steps:
+                return self.embedding(x_BCHW)
+            # In mixed precision, the first step takes images as they are.
+            y_BCHW = x_BCHW if self.mixed else x_BCHW.to(self.dtype)
+            for step in self.steps:
+                y_BCHW = step(y_BCHW)
+            return self.embedding.mix(y_BCHW)
+
+
+class _RoundedConvolution:
+    """Convolution, then batch norm and ReLU in one pass; rounded after each of the two."""
+
+    def __init__(self, module: GatedConv, dtype: torch.dtype) -> None:
+        self.convolution = Convolution(bare_conv(module, dtype))
+        self.scale, self.bias = (t.float() for t in norm_as_affine(module))
+        self.relu = module.relu
+
+    def __call__(self, x_BCHW: Tensor) -> Tensor:
+        from deepmoe.sparse.triton_kernels import finish_
+
+        y_BCHW = self.convolution(x_BCHW).contiguous(memory_format=torch.channels_last)
+        return finish_(y_BCHW, scale=self.scale, bias=self.bias, relu=self.relu)
