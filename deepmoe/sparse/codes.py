@@ -9,8 +9,11 @@ from torch import Tensor
 
 from deepmoe.backbones import Backbone
 from deepmoe.sparse.folding import FoldedLayer
-from deepmoe.sparse.graphs import GraphCache, Work
+from deepmoe.sparse.graphs import GraphCache, Work, one_after_another
 from deepmoe.sparse.runners import SmallNetwork
+
+# A captured network serves groups of one size: with fewer sizes it comes up again more often.
+MULTIPLE_OF_IMAGES = 4
 
 
 class CodeNetworks:
@@ -38,34 +41,41 @@ class CodeNetworks:
         self.numbers = torch.arange(len(codes[0]), device=codes[0].device)
         self.memory_limit = memory_limit
         self.graphs = graphs
+        self.multiple = 1 if graphs is None else MULTIPLE_OF_IMAGES
         self.networks: OrderedDict[int, SmallNetwork] = OrderedDict()
 
     def sort(self, x_BCHW: Tensor, codes_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sorts features of images by code. The shapes are fixed, so that it can be captured.
 
         Returns:
-            The features sorted, which images they are of, and how many images take each code.
+            The features sorted, and some more of them at the end; which images they are of; how
+            many images take each code.
         """
         images = codes_B.argsort(stable=True)
         counts = (codes_B[:, None] == self.numbers).sum(dim=0)
-        return _images_of(x_BCHW, images), images, counts
+        spare = images[-1:].expand(self.multiple - 1)
+        return _images_of(x_BCHW, torch.cat([images, spare])), images, counts
 
     def __call__(self, x_BCHW: Tensor, counts: list[int], size: tuple[int, int]) -> Tensor:
         """Logits in the order of the features, each by the network of its code.
 
         Args:
-            x_BCHW: features, sorted by code.
+            x_BCHW: features, sorted by code, as `sort` gives them.
             counts: how many take each code.
             size: of the images they are of.
         """
-        parts = [(code, x) for code, x in enumerate(x_BCHW.split(counts)) if len(x)]
-        if self.graphs is None:
-            return torch.cat([self.network_of(code)(x, size) for code, x in parts])
-        works = []
-        for code, x in parts:
-            network = partial(self.network_of(code), size=size)
-            works.append(Work((code, size), network, (x,), owner=code))
-        return torch.cat(self.graphs.run_all(works))
+        works, start = [], 0
+        for code, count in enumerate(counts):
+            if count:
+                # A group takes some images of the next one along, and drops what they give.
+                rounded = -(-count // self.multiple) * self.multiple
+                network = partial(self.network_of(code), size=size)
+                x = x_BCHW[start : start + rounded]
+                works.append(Work((code, size), network, (x,), owner=code))
+                start += count
+        run_all = one_after_another if self.graphs is None else self.graphs.run_all
+        results = zip(run_all(works), (count for count in counts if count), strict=True)
+        return torch.cat([logits[:count] for logits, count in results])
 
     def network_of(self, code: int) -> SmallNetwork:
         """The network of a code, from the cache or made anew."""

@@ -1,8 +1,8 @@
 """Convolutions of images: three channels leave most of a GPU's matrix unit idle.
 
 So the pixels that a kernel covers become channels: all of them for a small kernel, which leaves a
-matrix product, or squares of the size of the stride for a large one, which leaves a smaller
-convolution of stride one.
+matrix product, or squares of the size of the stride where there is one, which leaves a smaller
+convolution without stride.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ class ImageConvolution:
     def __init__(self, layer: FoldedLayer) -> None:
         kernel, stride, padding = layer.weight.shape[2], layer.stride[0], layer.padding[0]
         self.original = layer
-        whole = kernel * kernel * layer.weight.shape[1] <= MOST_VALUES
+        whole = stride == 1 and kernel * kernel * layer.weight.shape[1] <= MOST_VALUES
         self.size = kernel if whole else stride
         self.stride = stride
         # Patches start at multiples of their size from the first pixel that is there.
@@ -53,8 +53,8 @@ class ImageConvolution:
     @staticmethod
     def takes(layer: FoldedLayer) -> bool:
         """Whether a layer is such a convolution, on a GPU and in half precision."""
-        half = layer.weight.dtype in (torch.bfloat16, torch.float16)
-        if not (layer.is_conv and layer.weight.is_cuda and half and has_triton()):
+        on_matrix_unit = channel_multiple(layer.weight.device, layer.weight.dtype) > 1
+        if not (layer.is_conv and on_matrix_unit and has_triton()):
             return False
         few = 0 < layer.weight.shape[1] <= MOST_INPUTS and set(layer.dilation) == {1}
         return few and all(
@@ -75,6 +75,12 @@ class ImageConvolution:
             values=self.values,
             dtype=self.layer.weight.dtype,
         )
+
+
+def channel_multiple(device: torch.device, dtype: torch.dtype) -> int:
+    """Widths that are no multiple of it leave a matrix unit, if there is one, half idle."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return MULTIPLE if device.type == "cuda" and half else 1
 
 
 @cache

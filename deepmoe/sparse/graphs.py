@@ -41,6 +41,11 @@ class Work(NamedTuple):
     owner: Hashable = None  # whatever the function belongs to
 
 
+def one_after_another(works: Sequence[Work]) -> list[Any]:
+    """Runs functions as they are."""
+    return [work.function(*work.inputs) for work in works]
+
+
 class GraphCache:
     """Runs functions; one that comes with inputs of the same shapes again is captured."""
 
@@ -54,8 +59,10 @@ class GraphCache:
         return self._prepared(work)(*work.inputs)
 
     def run_all(self, works: Sequence[Work]) -> list[Any]:
-        """Runs functions side by side; results are good until they are called again."""
+        """Runs functions, side by side if all are captured; results are good until the next run."""
         ready = [self._prepared(work) for work in works]
+        if not all(isinstance(call, _Graph) for call in ready):
+            return [call(*work.inputs) for call, work in zip(ready, works, strict=True)]
         here, results = torch.cuda.current_stream(), []
         for i, (call, work) in enumerate(zip(ready, works, strict=True)):
             stream = self.streams[i % STREAMS]

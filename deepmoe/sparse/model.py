@@ -15,12 +15,12 @@ from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.sparse.codes import CodeNetworks
 from deepmoe.sparse.dynamic import DynamicNetwork
 from deepmoe.sparse.embedding import FastEmbedding
-from deepmoe.sparse.few_inputs import ImageConvolution
+from deepmoe.sparse.few_inputs import ImageConvolution, channel_multiple
 from deepmoe.sparse.folding import fold
 from deepmoe.sparse.graphs import Beside, GraphCache, Work
 from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.routes import in_order, parts_by_route, route_numbers
-from deepmoe.sparse.runners import FixedRunner, MaskedRunner
+from deepmoe.sparse.runners import FixedRunner, MaskedRunner, with_idle
 
 DENSITY_STEPS = 16  # in how many steps the planner tells densities apart
 PLANNING_IMAGES = 13  # after so many, the dynamic network has planned its own layers
@@ -70,7 +70,8 @@ class SparseModel(DeepMoE):
             copy.deepcopy(model.codebook),
         )
         self.dtype = dtype
-        keep = _channels_to_keep(model)
+        multiple = channel_multiple(next(model.parameters()).device, dtype)
+        keep = _channels_to_keep(model, multiple)
         device = next(model.parameters()).device
         # Numbers of the channels that are left in each layer; `None` where that is all of them.
         self.kept = [None if k.all() else k.nonzero().flatten().to(device) for k in keep]
@@ -153,7 +154,9 @@ class SparseModel(DeepMoE):
         networks, x_BCHW = self.small_networks, start.features_BCHW
         assert networks is not None
         ways: dict[str, Callable[[], Tensor]] = {
-            "dense": lambda: self.run_masked(start, self._split(g_BC.index_select(0, images))),
+            "dense": lambda: self.run_masked(
+                Start(x_BCHW[: len(images)], start.size), self._split(g_BC.index_select(0, images))
+            ),
             "codebook": lambda: networks(x_BCHW, counts_K.tolist(), start.size),
         }
         return in_order(self.planner.run(x_BCHW.shape, ways, x_BCHW.device), images)
@@ -204,8 +207,11 @@ class SparseModel(DeepMoE):
         return self.graphs.run(Work(name, function, inputs))
 
 
-def _channels_to_keep(model: DeepMoE) -> list[Tensor]:
-    """Channels that some mixture can switch on: a gate is at most the largest weight of its row."""
+def _channels_to_keep(model: DeepMoE, multiple: int) -> list[Tensor]:
+    """Channels that some mixture can switch on: a gate is at most the largest weight of its row.
+
+    Others are kept where that makes the width of a layer a multiple.
+    """
     widths = model.backbone.gate_widths
     if model.codebook is not None:
         alive = (model.codebook.codes > 0).any(dim=0)
@@ -213,7 +219,12 @@ def _channels_to_keep(model: DeepMoE) -> list[Tensor]:
         alive = model.heads.weight.max(dim=1).values > 0
     else:
         alive = torch.ones(sum(widths), dtype=torch.bool)
-    return list(alive.cpu().split(list(widths)))
+    keep = []
+    for alive_C in alive.cpu().split(list(widths)):
+        kept = torch.zeros_like(alive_C)
+        kept[with_idle(alive_C, multiple)] = True
+        keep.append(kept)
+    return keep
 
 
 def _without_weights(backbone: Backbone) -> Backbone:

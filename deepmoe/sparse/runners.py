@@ -11,7 +11,7 @@ from deepmoe.backbones import Backbone, Runner
 from deepmoe.layers import Gates
 from deepmoe.ops import onto_stream
 from deepmoe.sparse.convolution import Convolution, cudnn_runs
-from deepmoe.sparse.few_inputs import MULTIPLE
+from deepmoe.sparse.few_inputs import channel_multiple
 from deepmoe.sparse.folding import FoldedLayer
 
 
@@ -93,9 +93,9 @@ class SmallNetwork:
         self, backbone: Backbone, layers: Mapping[str, FoldedLayer], gates: Sequence[Tensor]
     ) -> None:
         self.backbone = backbone
-        layer = next(iter(layers.values()))
-        half = layer.weight.is_cuda and layer.weight.dtype in (torch.bfloat16, torch.float16)
-        active = [_channels_to_run(g, MULTIPLE if half else 1) for g in gates]
+        weight = next(iter(layers.values())).weight
+        multiple = channel_multiple(weight.device, weight.dtype)
+        active = [with_idle(g != 0, multiple) for g in gates]
         self.runner = _RoutedRunner(layers_of_route(layers, gates, active), active)
 
     @property
@@ -122,9 +122,9 @@ def layers_of_route(
     return small
 
 
-def _channels_to_run(gate_C: Tensor, multiple: int) -> Tensor:
-    """The active channels, and as many others (whose gate makes them zero) as make a multiple."""
-    on, off = (gate_C != 0).nonzero().flatten(), (gate_C == 0).nonzero().flatten()
+def with_idle(active_C: Tensor, multiple: int) -> Tensor:
+    """The active channels, and as many others (whose gates make them zero) as make a multiple."""
+    on, off = active_C.nonzero().flatten(), (~active_C).nonzero().flatten()
     return torch.cat([on, off[: -len(on) % multiple]]).sort().values
 
 

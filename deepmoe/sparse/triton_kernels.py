@@ -1,7 +1,8 @@
 """GPU kernels that PyTorch has no operator for, or a slow one. Imported for CUDA devices only.
 
 Activations are channels last in memory. Each program takes a tile of positions by channels, so
-that only its corner has to be found by divisions.
+that only its corner has to be found by divisions. Sizes that loads do not profit from are not
+specialised: each variant of a kernel takes half a second to compile.
 """
 
 import torch
@@ -45,7 +46,7 @@ def collect(weight: Tensor, outs: Tensor, ins: Tensor) -> Tensor:
     return out.permute(0, 3, 1, 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "tiles"])
 def _finish_kernel(
     x,
     scale,
@@ -118,7 +119,7 @@ def finish_(
     return x_BCHW
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["height", "width", "out_height", "out_width", "tiles"])
 def _max_pool_kernel(
     x,
     out,
@@ -181,7 +182,9 @@ def max_pool(x_BCHW: Tensor, size: int, stride: int, padding: int) -> Tensor:
     return out.permute(0, 3, 1, 2)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["height", "width", "image_step", "line_step", "lines", "columns", "tiles"]
+)
 def _patches_kernel(
     x,
     out,
