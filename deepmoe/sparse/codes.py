@@ -71,7 +71,7 @@ class CodeNetworks:
                 rounded = -(-count // self.multiple) * self.multiple
                 network = partial(self.network_of(code), size=size)
                 x = x_BCHW[start : start + rounded]
-                works.append(Work((code, size), network, (x,), owner=code))
+                works.append(Work((code, size), network, (x,), owner=code, lane=code))
                 start += count
         run_all = one_after_another if self.graphs is None else self.graphs.run_all
         results = zip(run_all(works), (count for count in counts if count), strict=True)

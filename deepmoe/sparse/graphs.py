@@ -39,6 +39,7 @@ class Work(NamedTuple):
     function: Callable[..., Any]
     inputs: tuple[Tensor, ...]
     owner: Hashable = None  # whatever the function belongs to
+    lane: int = 0  # works of one lane never run at the same time
 
 
 def one_after_another(works: Sequence[Work]) -> list[Any]:
@@ -64,12 +65,12 @@ class GraphCache:
         if not all(isinstance(call, _Graph) for call in ready):
             return [call(*work.inputs) for call, work in zip(ready, works, strict=True)]
         here, results = torch.cuda.current_stream(), []
-        for i, (call, work) in enumerate(zip(ready, works, strict=True)):
-            stream = self.streams[i % STREAMS]
+        for call, work in zip(ready, works, strict=True):
+            stream = self._stream_of(work)
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
                 results.append(call(*work.inputs))
-        for stream in self.streams[: len(works)]:
+        for stream in self.streams:
             here.wait_stream(stream)
         return results
 
@@ -86,26 +87,32 @@ class GraphCache:
         if key not in self.seen:  # capturing pays only for what comes again
             self.seen.add(key)
             return work.function
-        self.graphs[key] = _Graph(work)
+        self.graphs[key] = _Graph(work, self._stream_of(work))
         if len(self.graphs) > MOST_GRAPHS:
             self.graphs.popitem(last=False)
         return self.graphs[key]
 
+    def _stream_of(self, work: Work) -> torch.cuda.Stream:
+        return self.streams[work.lane % STREAMS]
+
 
 class _Graph:
-    """A function captured for inputs of certain shapes."""
+    """A function captured for inputs of certain shapes.
 
-    def __init__(self, work: Work) -> None:
+    A graph keeps the working memory of the stream that it was captured on. Graphs that run at the
+    same time must not share it: some kernels would wait for each other for ever.
+    """
+
+    def __init__(self, work: Work, stream: torch.cuda.Stream) -> None:
         self.owner = work.owner
         self.function = work.function  # keeps its weights alive
         self.inputs = [x.clone() for x in work.inputs]
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             work.function(*self.inputs)  # libraries set themselves up
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
             self.result = work.function(*self.inputs)
 
     def __call__(self, *inputs: Tensor) -> Any:
