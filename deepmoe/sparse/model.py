@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from deepmoe.backbones import Backbone
-from deepmoe.costs import active_share
 from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
@@ -134,18 +133,18 @@ class SparseModel(DeepMoE):
         ]
         return in_order(torch.cat(outputs), torch.cat(parts))
 
-    def _run_by_route(self, start: Start, g_BC: Tensor, numbers_B: Tensor) -> Tensor:
-        """Logits of images whose routes have these numbers, by the fastest way."""
+    def _run_by_route(self, start: Start, g_BC: Tensor, summary: Tensor) -> Tensor:
+        """Logits of images, by the fastest way; the summary holds what the choice depends on."""
         x_BCHW, gates = start.features_BCHW, self._split(g_BC)
-        if x_BCHW.is_cuda and len(set(numbers_B.tolist())) > MOST_ROUTES_ON_GPU:
+        *numbers, active = summary.tolist()  # a GPU is waited for only once
+        routes = len(set(numbers))
+        if x_BCHW.is_cuda and routes > MOST_ROUTES_ON_GPU:
             return self.run_masked(start, gates)
-        parts = parts_by_route(gates, numbers_B)
         ways: dict[str, Callable[[], Tensor]] = {
             "dense": lambda: self.run_masked(start, gates),
-            "dynamic": lambda: self.run_dynamic(start, gates, parts),
+            "dynamic": lambda: self.run_dynamic(start, gates, parts_by_route(gates, numbers)),
         }
-        density = active_share(gates).mean().item()
-        case = (x_BCHW.shape, len(parts), round(DENSITY_STEPS * density))
+        case = (x_BCHW.shape, routes, round(DENSITY_STEPS * active / g_BC.numel()))
         warm_up = max(1, PLANNING_IMAGES // len(x_BCHW))
         return self.planner.run(case, ways, x_BCHW.device, warm_up)
 
@@ -166,9 +165,14 @@ class SparseModel(DeepMoE):
         raise UserError("a sparse model stays as it was made: move the model, then sparsify it")
 
     def _find_routes(self, x_BCHW: Tensor) -> tuple[Tensor, ...]:
-        """All gates side by side, the embedding's logits, features, numbers of the routes."""
+        """All gates side by side, the embedding's logits, features, and a summary of the routes.
+
+        The summary holds the number of each image's route, and how many channels run in all.
+        """
         gates, embedding_logits, features = self._look_at(x_BCHW)
-        return torch.cat(gates, dim=1), embedding_logits, features, route_numbers(gates)
+        g_BC = torch.cat(gates, dim=1)
+        summary = torch.cat([route_numbers(gates), (g_BC > 0).sum()[None]])
+        return g_BC, embedding_logits, features, summary
 
     def _find_codes(self, x_BCHW: Tensor) -> tuple[Tensor, ...]:
         """All gates, the embedding's logits, features sorted by code, and how to undo that."""

@@ -19,19 +19,18 @@ def route_numbers(gates: Gates) -> Tensor:
     return (patterns * _keys(patterns.shape[1], patterns.device)).sum(dim=1)
 
 
-def parts_by_route(gates: Gates, numbers_B: Tensor | None = None) -> list[Tensor]:
+def parts_by_route(gates: Gates, numbers: list[int] | None = None) -> list[Tensor]:
     """The images of a batch, grouped by which channels they run.
 
     Args:
         gates: of the batch.
-        numbers_B: their `route_numbers`, if known.
+        numbers: their `route_numbers`, if known.
     """
     device = gates[0].device
     if len(gates[0]) == 1:
         return [torch.zeros(1, dtype=torch.long, device=device)]
-    numbers_B = route_numbers(gates) if numbers_B is None else numbers_B
     images = defaultdict(list)
-    for image, number in enumerate(numbers_B.tolist()):
+    for image, number in enumerate(route_numbers(gates).tolist() if numbers is None else numbers):
         images[number].append(image)
     parts = [torch.tensor(part, device=device) for part in images.values()]
     patterns = torch.cat([g > 0 for g in gates], dim=1)
