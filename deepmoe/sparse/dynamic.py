@@ -12,6 +12,7 @@ from deepmoe.layers import Gates
 from deepmoe.ops import onto_stream, scale_channels
 from deepmoe.sparse.collect import Collector
 from deepmoe.sparse.convolution import convolve, convolve_plainly, multiply
+from deepmoe.sparse.direct import DirectConvolution
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.runners import FixedRunner, stream_channels
@@ -37,6 +38,7 @@ class DynamicNetwork:
         self.whole = whole
         self.planner = Planner()  # of ways to run each convolution
         self.collector = Collector()
+        self.direct = DirectConvolution()
         self.streamed: dict[str, StreamedWeights] = {}
         self.transposed: dict[str, Tensor] = {}
 
@@ -78,7 +80,7 @@ class _DynamicRunner:
         layer = self.network.layers[path]
         if layer.in_gate is None and layer.out_gate is None:
             return self.network.whole.convolve(path, x_BCHW)
-        return scale_channels(self._run(path, layer, x_BCHW, None), self._gate(layer))
+        return self._run(path, layer, x_BCHW, None)
 
     def convolve_onto(
         self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
@@ -88,7 +90,7 @@ class _DynamicRunner:
             return self.network.whole.convolve_onto(path, x_BCHW, stream_BCHW, at)
         if layer.out_gate is None and at is None:
             return self._run(path, layer, x_BCHW, stream_BCHW)
-        y = scale_channels(self._run(path, layer, x_BCHW, None), self._gate(layer))
+        y = self._run(path, layer, x_BCHW, None)
         return onto_stream(stream_BCHW, y, stream_channels(at, layer.out_gate, self.active))
 
     def classify(self, path: str, x: Tensor) -> Tensor:
@@ -103,14 +105,10 @@ class _DynamicRunner:
     def _run(self, path: str, layer: FoldedLayer, x_BCHW: Tensor, onto: Tensor | None) -> Tensor:
         outs = None if layer.out_gate is None else self.active[layer.out_gate]
         ins = None if layer.in_gate is None else self.active[layer.in_gate]
-        bias = layer.bias
-        if outs is not None and bias is not None:
-            bias = bias.index_select(0, outs)
-        small = replace(layer, bias=bias)
         if not x_BCHW.shape[1] or (outs is not None and not len(outs)):
-            small = replace(small, weight=layer.take(outs, ins).weight)
-            return convolve(small, small.weight, x_BCHW, onto)
-        ways = self._ways(path, small, x_BCHW, onto, outs, ins)
+            small = layer.take(outs, ins)
+            return scale_channels(convolve(small, small.weight, x_BCHW, onto), self._gate(layer))
+        ways = self._ways(path, layer, x_BCHW, onto, outs, ins)
         images, _, height, width = x_BCHW.shape
         case = (path, images, height, width, _step(ins, layer, 1), _step(outs, layer, 0))
         return self.network.planner.run(case, ways, x_BCHW.device)
@@ -124,19 +122,29 @@ class _DynamicRunner:
         outs: Tensor | None,
         ins: Tensor | None,
     ) -> dict[str, Callable[[], Tensor]]:
-        network = self.network
+        network, gate = self.network, self._gate(layer)
+
+        def small() -> FoldedLayer:
+            if outs is None or layer.bias is None:
+                return layer
+            return replace(layer, bias=layer.bias.index_select(0, outs))
 
         def channels_last() -> Tensor:
             x = x_BCHW.contiguous(memory_format=torch.channels_last)
             weight = network.collector.collect(layer.weight, outs, ins, channels_last=True)
-            return convolve(layer, weight, x, onto)
+            return scale_channels(convolve(small(), weight, x, onto), gate)
 
         def contiguous() -> Tensor:
             weight = network.collector.collect(layer.weight, outs, ins, channels_last=False)
-            return convolve_plainly(layer, weight, x_BCHW.contiguous(), onto)
+            y = convolve_plainly(small(), weight, x_BCHW.contiguous(), onto)
+            return scale_channels(y, gate)
 
         def streamed() -> Tensor:
-            return network.streamed_weights(path)(layer, x_BCHW, onto, outs, ins)
+            y = network.streamed_weights(path)(small(), x_BCHW, onto, outs, ins)
+            return scale_channels(y, gate)
+
+        def direct() -> Tensor:
+            return network.direct(layer, x_BCHW, onto, outs, ins, gate)
 
         def product() -> Tensor:
             assert ins is not None
@@ -153,6 +161,8 @@ class _DynamicRunner:
             ways["collect"] = contiguous
         if stream_pays(layer, x_BCHW):
             ways["stream"] = streamed
+        if network.direct.runs(layer, x_BCHW, len(layer.weight) if outs is None else len(outs)):
+            ways["direct"] = direct
         return ways
 
 
