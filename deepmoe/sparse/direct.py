@@ -4,9 +4,9 @@ Vectors run over positions, so that a weight is a single number: which outputs a
 to does not matter, and nothing has to be collected.
 """
 
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Iterator
 from itertools import product
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,12 +15,24 @@ from torch import Tensor
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.threads import run_on_threads
 
+if TYPE_CHECKING:
+    from deepmoe.sparse.direct_kernel import Tile
+
 MOST_TAPS = 9  # the code holds every tap
+CACHE = 2**19  # bytes that stay in a core's own cache
 MINUS_INFINITY, ZERO = (int(np.float32(f).view(np.uint32)) for f in (-np.inf, 0.0))
 
 
-@dataclass(frozen=True)
-class _Shape:
+def direct_runs(layer: FoldedLayer, x_BCHW: Tensor) -> bool:
+    """Whether a layer can be run this way."""
+    if x_BCHW.device.type != "cpu" or x_BCHW.dtype != torch.float32 or len(x_BCHW) != 1:
+        return False
+    if layer.weight[0, 0].numel() > MOST_TAPS:
+        return False
+    return _tile(_Planes(layer, x_BCHW.shape[2:]).positions, outputs=1) is not None
+
+
+class _Planes:
     """A convolution's input as planes in which each tap is one shift away from the output.
 
     Rows are so wide that they hold the padding, and a vector may run on from one row to the next:
@@ -28,75 +40,74 @@ class _Shape:
     planes of their own.
     """
 
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-    size: tuple[int, int]  # of the input
-    out: tuple[int, int]
-    phase: tuple[int, int]  # size of one phase
+    def __init__(self, layer: FoldedLayer, size: tuple[int, ...]) -> None:
+        self.kernel = tuple(layer.weight.shape[2:])
+        self.stride, self.padding, self.dilation = layer.stride, layer.padding, layer.dilation
+        self.size = tuple(size)
+        self.out = layer.output_size(*size)
+        padded = [n + 2 * p for n, p in zip(size, layer.padding, strict=True)]
+        self.height, self.width = (-(-n // s) for n, s in zip(padded, layer.stride, strict=True))
+        self.positions = self.out[0] * self.width
+        self.floats = self.stride[0] * self.stride[1] * self.height * self.width
+        # A product takes its input as it is.
+        self.as_it_is = self.kernel == self.stride == (1, 1) and self.padding == (0, 0)
 
-    @property
-    def positions(self) -> int:
-        return self.out[0] * self.phase[1]
-
-    @property
-    def plane(self) -> int:
-        """Floats of one input channel."""
-        return self.stride[0] * self.stride[1] * self.phase[0] * self.phase[1]
-
-    @property
-    def is_product(self) -> bool:
-        """Whether the input is taken as it is."""
-        return self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
-
-    def tap_places(self) -> list[int]:
-        places = []
-        for tap in product(range(self.kernel[0]), range(self.kernel[1])):
+    def tap_places(self) -> Iterator[int]:
+        """Where each tap finds its value for the first position."""
+        for tap in product(*map(range, self.kernel)):
             (h, y), (w, x) = (
                 divmod(at * d, s) for at, d, s in zip(tap, self.dilation, self.stride, strict=True)
             )
-            phase = y * self.stride[1] + x
-            places.append((phase * self.phase[0] + h) * self.phase[1] + w)
-        return places
+            yield ((y * self.stride[1] + x) * self.height + h) * self.width + w
 
-
-@cache
-def _shape(
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    size: tuple[int, int],
-    out: tuple[int, int],
-) -> _Shape:
-    padded = [n + 2 * p for n, p in zip(size, padding, strict=True)]
-    height, width = (-(-n // s) for n, s in zip(padded, stride, strict=True))
-    return _Shape(kernel, stride, padding, dilation, size, out, (height, width))
+    def parts(self, planes: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+        """Which rows and columns of the input go where."""
+        (s, t), (height, width) = self.stride, self.size
+        phases = planes.view(-1, s, t, self.height, self.width)
+        for y, x in product(range(s), range(t)):
+            top, left = (y - self.padding[0]) % s, (x - self.padding[1]) % t
+            down, right = (top + self.padding[0]) // s, (left + self.padding[1]) // t
+            rows, columns = len(range(top, height, s)), len(range(left, width, t))
+            to = phases[:, y, x, down : down + rows, right : right + columns]
+            yield (slice(top, None, s), slice(left, None, t)), to
 
 
 class DirectConvolution:
-    """Convolves single images; what it needs for that is made once."""
+    """Convolves single images of one size. What depends on layer and size only is made once.
 
-    def __init__(self) -> None:
-        self.planes: dict[_Shape, Tensor] = {}
-        self.tap_places: dict[_Shape, Tensor] = {}
-        self.ones = torch.ones(0)
-        self.zeros = torch.zeros(0)
-        self.numbers = torch.arange(0)
+    Args:
+        layer: all channels.
+        size: height and width of the input.
+        memory: for inputs with their padding, shared by layers that run one after the other.
+    """
 
-    def runs(self, layer: FoldedLayer, x_BCHW: Tensor, outputs: int) -> bool:
-        """Whether a layer can be run this way, with so many active outputs."""
-        if x_BCHW.device.type != "cpu" or x_BCHW.dtype != torch.float32 or len(x_BCHW) != 1:
-            return False
-        if layer.weight[0, 0].numel() > MOST_TAPS:
-            return False
-        shape = self._shape(layer, x_BCHW)
-        return shape.positions > 0 and _tile(shape, outputs) is not None
+    def __init__(
+        self, layer: FoldedLayer, size: tuple[int, ...], memory: dict[object, Tensor]
+    ) -> None:
+        from deepmoe.sparse import direct_kernel
+
+        self.layer = layer
+        planes = self.planes = _Planes(layer, size)
+        outputs, inputs, *_ = layer.weight.shape
+        lanes = direct_kernel.machine().lanes
+        self.vectors = -(-planes.positions // lanes)
+        self.step = self.vectors * lanes
+        self.bias = layer.weight.new_zeros(outputs) if layer.bias is None else layer.bias
+        self.ones = torch.ones(outputs)
+        self.numbers = torch.arange(max(outputs, inputs))
+        self.tap_places = torch.tensor(list(planes.tap_places()))
+        self.tiles: dict[int, Tile | None] = {}
+        self.floats = inputs * planes.floats
+        if not planes.as_it_is:
+            room = self.floats + self.step  # vectors may reach beyond the last plane
+            key = (planes.kernel, planes.stride, planes.padding, planes.dilation, planes.size)
+            if key not in memory or len(memory[key]) < room:
+                memory[key] = torch.zeros(room)
+            self.memory = memory[key]  # its padding is never written to, and stays zero
+            self.parts = list(planes.parts(self.memory[: self.floats]))
 
     def __call__(
         self,
-        layer: FoldedLayer,
         x_BCHW: Tensor,
         onto: Tensor | None,
         outs: Tensor | None,
@@ -106,99 +117,74 @@ class DirectConvolution:
         """The convolution with bias, ReLU (and sum before it) and gate of one image.
 
         Args:
-            layer: all channels.
             x_BCHW: active channels of one image.
             onto: to add, with all outputs.
             outs: numbers of the active outputs; `None` is all.
             ins: numbers of the active inputs; `None` is all.
             gate: of the active outputs.
         """
-        from deepmoe.sparse import direct_kernel
+        from deepmoe.sparse.direct_kernel import direct_kernel
 
-        shape = self._shape(layer, x_BCHW)
-        outs = self._first_numbers(len(layer.weight)) if outs is None else outs
-        ins = self._first_numbers(layer.weight.shape[1]) if ins is None else ins
-        taps, lanes = shape.kernel[0] * shape.kernel[1], direct_kernel.machine().lanes
-        tile = _tile(shape, len(outs))
-        assert tile is not None
-        vectors = -(-shape.positions // lanes)
-        groups, blocks = -(-vectors // tile.vectors), -(-len(outs) // tile.outputs)
-        step = vectors * lanes
-        out = torch.empty(len(outs), step)
-        x, x_step = self._input(shape, x_BCHW, step)
+        weight, step, planes = self.layer.weight, self.step, self.planes
+        outputs = weight.shape[0] if outs is None else outs.shape[0]
+        inputs = x_BCHW.shape[1]
+        tile = self._tile(outputs)
+        groups, blocks = -(-self.vectors // tile.vectors), -(-outputs // tile.outputs)
+        out = torch.empty(outputs, step)
+        x, x_step = self._input(x_BCHW)
         added, added_step = out, 0
         if onto is not None:
-            added, added_step = _in_planes(onto, shape.phase[1], step)
-        bias = self._zeros(len(layer.weight)) if layer.bias is None else layer.bias
-        gate = self._ones(len(outs)) if gate is None else gate
-        # Rows are fetched a few inputs ahead, also at the end of the list.
-        places = torch.cat([ins, ins[-1:].expand(direct_kernel.AHEAD)]) * taps
-        if shape not in self.tap_places:
-            self.tap_places[shape] = torch.tensor(shape.tap_places())
-        arrays = (x, layer.weight, bias, gate, out, added, outs, places, self.tap_places[shape])
-        least = ZERO if layer.relu or onto is not None else MINUS_INFINITY
-        row = layer.weight.shape[1] * taps
+            added, added_step = _in_planes(onto, planes.width, step)
+        arrays = (
+            *(x, weight, self.bias, self.ones if gate is None else gate, out, added),
+            *(self.numbers if n is None else n for n in (outs, ins)),
+            self.tap_places,
+        )
+        taps = self.tap_places.shape[0]
+        # What is read again and again should stay in the cache: the input, or else a part of it.
+        x_bytes, weight_bytes = 4 * inputs * x_step, 4 * inputs * taps * outputs
+        if x_bytes <= CACHE or x_bytes * blocks <= weight_bytes * groups:
+            order = (groups, blocks, 1, groups)
+        else:
+            order = (1, blocks, blocks, groups)
+        least = ZERO if self.layer.relu or onto is not None else MINUS_INFINITY
         run_on_threads(
-            direct_kernel.direct_kernel(taps, tile, onto is not None),
+            direct_kernel(taps, tile, onto is not None),
             groups * blocks,
             [
-                *(len(ins), groups, len(outs), vectors),
-                *(array.data_ptr() for array in arrays),
-                *(row, x_step, step, added_step, least),
+                *(inputs, outputs, self.vectors, *order),
+                *[array.data_ptr() for array in arrays],
+                *(weight.stride(0), x_step, step, added_step, least),
             ],
         )
-        (height, width), wide = shape.out, shape.phase[1]
-        return out.as_strided((1, len(outs), height, width), (out.numel(), step, wide, 1))
+        strides = (outputs * step, step, planes.width, 1)
+        return out.as_strided((1, outputs, *planes.out), strides)
 
-    def _shape(self, layer: FoldedLayer, x_BCHW: Tensor) -> _Shape:
-        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
-        kernel = tuple(layer.weight.shape[2:])
-        geometry = (kernel, layer.stride, layer.padding, layer.dilation)
-        return _shape(*geometry, size, layer.output_size(*size))  # type: ignore[arg-type]
-
-    def _input(self, shape: _Shape, x_BCHW: Tensor, step: int) -> tuple[Tensor, int]:
+    def _input(self, x_BCHW: Tensor) -> tuple[Tensor, int]:
         """The input as planes, and how far these are apart."""
-        if shape.is_product:
-            return _in_planes(x_BCHW, shape.phase[1], step)
-        channels = x_BCHW.shape[1]
-        planes = self.planes.get(shape)
-        room = channels * shape.plane + step  # vectors may reach beyond the last plane
-        if planes is None or len(planes) < room:
-            planes = self.planes[shape] = torch.zeros(room)  # and zero the padding stays
-        (s, t), (high, wide), (height, width) = shape.stride, shape.phase, shape.size
-        used = planes[: channels * shape.plane].view(channels, s, t, high, wide)
-        for y, x in product(range(s), range(t)):
-            # Where in the input, and where in its plane, a phase begins.
-            top, left = (y - shape.padding[0]) % s, (x - shape.padding[1]) % t
-            part = x_BCHW[0, :, top:height:s, left:width:t]
-            down, right = (top + shape.padding[0]) // s, (left + shape.padding[1]) // t
-            to = used[:, y, x, down : down + part.shape[1], right : right + part.shape[2]]
-            to.copy_(part)
-        return planes, shape.plane
+        if self.planes.as_it_is:
+            return _in_planes(x_BCHW, self.planes.width, self.step)
+        for (rows, columns), to in self.parts:
+            whole = self.planes.stride == (1, 1)
+            part = x_BCHW[0] if whole else x_BCHW[0, :, rows, columns]
+            to[: x_BCHW.shape[1]].copy_(part)
+        return self.memory, self.planes.floats
 
-    def _first_numbers(self, count: int) -> Tensor:
-        if len(self.numbers) < count:
-            self.numbers = torch.arange(count)
-        return self.numbers[:count]
-
-    def _ones(self, count: int) -> Tensor:
-        if len(self.ones) < count:
-            self.ones = torch.ones(count)
-        return self.ones
-
-    def _zeros(self, count: int) -> Tensor:
-        if len(self.zeros) < count:
-            self.zeros = torch.zeros(count)
-        return self.zeros
+    def _tile(self, outputs: int) -> "Tile":
+        if outputs not in self.tiles:
+            self.tiles[outputs] = _tile(self.planes.positions, outputs)
+        tile = self.tiles[outputs]
+        assert tile is not None
+        return tile
 
 
-def _tile(shape: _Shape, outputs: int):  # type: ignore[no-untyped-def]
-    """The tile that wastes the least, of those that fit; the first of equal ones is the fastest."""
+def _tile(positions: int, outputs: int) -> "Tile | None":
+    """The fastest of the tiles that fit."""
     from deepmoe.sparse.direct_kernel import machine
 
-    vectors = -(-shape.positions // machine().lanes)
+    vectors = -(-positions // machine().lanes)
     fit = [t for t in machine().tiles if t.vectors <= vectors and t.outputs <= outputs]
-    return min(fit, key=lambda t: -(-vectors // t.vectors) * t.vectors, default=None)
+    return min(fit, key=lambda t: t.cost * t.vectors * -(-vectors // t.vectors), default=None)
 
 
 def _in_planes(x_BCHW: Tensor, wide: int, step: int) -> tuple[Tensor, int]:

@@ -1,13 +1,14 @@
 """Machine code of the direct convolution, made for the vectors of the machine at hand.
 
-A tile of outputs times vectors of positions stays in registers while all inputs pass by. Numba would
-not keep it there, so that the code is written out as LLVM's.
+A tile of outputs times vectors of positions stays in registers while all inputs pass by. Numba
+would not keep it there, so that the code is written out as LLVM's.
 """
 
 # mypy: ignore-errors
 
 import ctypes
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import llvmlite.binding as llvm
@@ -24,10 +25,11 @@ class Tile(NamedTuple):
 
     vectors: int  # of positions
     outputs: int
+    cost: float  # of the same work, against other tiles
 
 
 class Machine(NamedTuple):
-    """How wide a vector is, and which tiles fit into the registers, fastest first."""
+    """How wide a vector is, and which tiles fit into the registers."""
 
     lanes: int
     tiles: tuple[Tile, ...]
@@ -37,24 +39,25 @@ class Machine(NamedTuple):
 def machine() -> Machine:
     """What the processor at hand can do."""
     features = llvm.get_host_cpu_features()
-    many_registers = (Tile(3, 8), Tile(5, 5), Tile(4, 6), Tile(2, 12))
+    many_registers = (Tile(3, 8, 1.0), Tile(5, 5, 1.05), Tile(4, 6, 1.1), Tile(2, 12, 1.25))
+    few_outputs = Tile(2, 1, 4.0)
     if features.get("avx512f"):
-        return Machine(16, many_registers)
+        return Machine(16, (*many_registers, few_outputs))
     if features.get("avx2"):
-        return Machine(8, (Tile(3, 4), Tile(2, 6), Tile(4, 2)))
-    return Machine(4, many_registers)
+        return Machine(8, (Tile(3, 4, 1.0), Tile(2, 6, 1.1), Tile(4, 2, 1.25), few_outputs))
+    return Machine(4, (*many_registers, few_outputs))
 
 
 @cache
 def direct_kernel(taps: int, tile: Tile, onto: bool):
-    """A task for `run_on_threads`: relu((sum of inputs times weights) + bias) * gate, or with `onto`
-    the same with values added before.
+    """A task for `run_on_threads`: relu(inputs times weights + bias) * gate, for one image.
 
-    Arguments: inputs, groups of positions, outputs, vectors of positions; addresses of x (inputs,
-    planes), weights (all outputs, all inputs, taps), bias of all outputs, gate of each output,
-    out (outputs, positions), values to add; of the number of each output, the place of each input in
-    a row of weights (and AHEAD more), the place of each tap in a plane; floats of a row of weights,
-    from one plane of x to the next, of out, of the values; the least result, as bits of a float.
+    Arguments: inputs, outputs, vectors of positions; by how much to divide the number of a piece and
+    of what to take the rest, for its block of outputs, and the same for its group of positions;
+    addresses of x (inputs, planes), weights (all outputs, all inputs, taps), bias of all outputs,
+    gate of each output, out (outputs, positions), values to add before the ReLU; of the number of
+    each output, of each input, and the place of each tap in a plane; floats of a row of weights, from
+    one plane of x to the next, of out, of the values; the least sum, as the bits of a float.
 
     Args:
         taps: of the kernel.
@@ -62,14 +65,16 @@ def direct_kernel(taps: int, tile: Tile, onto: bool):
         onto: whether there are values to add.
     """
     code = _Code(machine().lanes)
-    b, (vectors, outputs) = code.builder, tile
-    pieces, inputs, groups, n_outputs, n_vectors = (code.argument(i) for i in range(1, 6))
-    x, weights, bias, gate, out, values = (code.address(i, _FLOATS) for i in range(6, 12))
-    numbers, places, tap_places = (code.address(i, _INTS) for i in range(12, 15))
-    row, x_step, out_step, values_step = (code.argument(i) for i in range(15, 19))
-    least = code.splat(b.bitcast(b.trunc(code.argument(19), _HINT), _FLOAT))
+    b, vectors, outputs = code.builder, tile.vectors, tile.outputs
+    pieces, inputs, n_outputs, n_vectors, *order = (code.argument(i) for i in range(1, 9))
+    x, weights, bias, gate, out, values = (code.address(i, _FLOATS) for i in range(9, 15))
+    numbers, channels, tap_places = (code.address(i, _INTS) for i in range(15, 18))
+    row, x_step, out_step, values_step = (code.argument(i) for i in range(18, 22))
+    least = code.splat(b.bitcast(b.trunc(code.argument(22), _HINT), _FLOAT))
 
-    claim, work, sum_up, store, done = (code.label(n) for n in ("claim", "work", "sum", "out", "end"))
+    claim, work, sum_up, store, done = (
+        code.label(n) for n in ("claim", "work", "sum", "out", "end")
+    )
     b.branch(claim)
     b.position_at_end(claim)
     piece = b.atomic_rmw("add", code.block, _INT(1), "monotonic")
@@ -77,8 +82,13 @@ def direct_kernel(taps: int, tile: Tile, onto: bool):
 
     b.position_at_end(work)
     # The last tile of either side starts early rather than being a smaller one.
-    first = code.least(b.mul(b.sdiv(piece, groups), _INT(outputs)), b.sub(n_outputs, _INT(outputs)))
-    start = code.least(b.mul(b.srem(piece, groups), _INT(vectors)), b.sub(n_vectors, _INT(vectors)))
+    first, start = (
+        code.least(b.mul(b.srem(b.sdiv(piece, by), among), _INT(size)), b.sub(all_, _INT(size)))
+        for by, among, size, all_ in (
+            (order[0], order[1], outputs, n_outputs),
+            (order[2], order[3], vectors, n_vectors),
+        )
+    )
     start = b.mul(start, _INT(code.lanes))
     mine = [b.add(first, _INT(o)) for o in range(outputs)]
     number = [code.load(numbers, o) for o in mine]
@@ -92,9 +102,10 @@ def direct_kernel(taps: int, tile: Tile, onto: bool):
     c.add_incoming(_INT(0), work)
     sums = [[b.phi(code.vector) for _ in range(vectors)] for _ in range(outputs)]
     plane = b.gep(x, [b.mul(c, x_step)])
-    place = code.load(places, c)
+    place = b.mul(code.load(channels, c), _INT(taps))
     if taps > 1:  # a processor foresees rows that are read from end to end
-        later = code.load(places, b.add(c, _INT(AHEAD)))
+        later = code.least(b.add(c, _INT(AHEAD)), b.sub(inputs, _INT(1)))
+        later = b.mul(code.load(channels, later), _INT(taps))
         for w in rows:
             code.fetch(b.gep(w, [later]))
     added = [list(of_output) for of_output in sums]
@@ -106,7 +117,7 @@ def direct_kernel(taps: int, tile: Tile, onto: bool):
             added[o] = [code.fma(xs[v], w, added[o][v]) for v in range(vectors)]
     following = b.add(c, _INT(1))
     c.add_incoming(following, sum_up)
-    for before, after in zip(sum(sums, []), sum(added, []), strict=True):
+    for before, after in zip(chain(*sums), chain(*added), strict=True):
         before.add_incoming(code.zero, work)
         before.add_incoming(after, sum_up)
     b.cbranch(b.icmp_signed("<", following, inputs), sum_up, store)
@@ -189,7 +200,9 @@ class _Code:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         # LLVM would take half of a vector on processors that once slowed down for whole ones.
-        features = llvm.get_host_cpu_features().flatten() + (",-prefer-256-bit" * (self.lanes == 16))
+        features = llvm.get_host_cpu_features().flatten() + (
+            ",-prefer-256-bit" * (self.lanes == 16)
+        )
         target = llvm.Target.from_default_triple().create_target_machine(
             cpu=llvm.get_host_cpu_name(), features=features, opt=3
         )

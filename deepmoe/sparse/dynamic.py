@@ -1,7 +1,9 @@
 """Runs the active channels of any route: collects weights as it goes, keeps activations compact."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +13,12 @@ from deepmoe.backbones import Backbone
 from deepmoe.layers import Gates
 from deepmoe.ops import onto_stream, scale_channels
 from deepmoe.sparse.collect import Collector
-from deepmoe.sparse.convolution import convolve, convolve_plainly, multiply
-from deepmoe.sparse.direct import DirectConvolution
+from deepmoe.sparse.convolution import convolve
+from deepmoe.sparse.direct import DirectConvolution, direct_runs
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.runners import FixedRunner, stream_channels
-from deepmoe.sparse.stream import StreamedWeights, few_positions, stream_pays
+from deepmoe.sparse.stream import StreamedWeights, stream_pays
 
 BUCKETS = 8  # densities are told apart in so many steps when the planner is asked
 
@@ -38,9 +40,9 @@ class DynamicNetwork:
         self.whole = whole
         self.planner = Planner()  # of ways to run each convolution
         self.collector = Collector()
-        self.direct = DirectConvolution()
+        self.direct: dict[tuple[str, tuple[int, ...]], DirectConvolution] = {}
+        self.memory: dict[object, Tensor] = {}
         self.streamed: dict[str, StreamedWeights] = {}
-        self.transposed: dict[str, Tensor] = {}
 
     def __call__(self, x_BCHW: Tensor, gates: Gates) -> Tensor:
         """Logits of images that all take the same route: their gates are zero at the same places.
@@ -53,11 +55,12 @@ class DynamicNetwork:
         values = [g.index_select(1, a) for g, a in zip(gates, active, strict=True)]
         return self.backbone.wire(x_BCHW, _DynamicRunner(self, active, values))
 
-    def transposed_weights(self, path: str) -> Tensor:
-        """The weights of a 1x1 convolution with inputs as rows, so that taking some is a copy."""
-        if path not in self.transposed:
-            self.transposed[path] = self.layers[path].weight.flatten(1).T.contiguous()
-        return self.transposed[path]
+    def direct_convolution(self, path: str, size: tuple[int, ...]) -> DirectConvolution:
+        """What runs a layer on its weights as they are, made on first use."""
+        key = (path, size)
+        if key not in self.direct:
+            self.direct[key] = DirectConvolution(self.layers[path], size, self.memory)
+        return self.direct[key]
 
     def streamed_weights(self, path: str) -> StreamedWeights:
         """The layer's weights in the layout that is read row by row, made on first use."""
@@ -99,79 +102,74 @@ class _DynamicRunner:
             return self.network.whole.classify(path, x)
         return F.linear(x, layer.weight.index_select(1, self.active[layer.in_gate]), layer.bias)
 
-    def _gate(self, layer: FoldedLayer) -> Tensor | None:
-        return None if layer.out_gate is None else self.values[layer.out_gate]
-
     def _run(self, path: str, layer: FoldedLayer, x_BCHW: Tensor, onto: Tensor | None) -> Tensor:
         outs = None if layer.out_gate is None else self.active[layer.out_gate]
         ins = None if layer.in_gate is None else self.active[layer.in_gate]
-        if not x_BCHW.shape[1] or (outs is not None and not len(outs)):
+        gate = None if layer.out_gate is None else self.values[layer.out_gate]
+        if not x_BCHW.shape[1] or (outs is not None and not outs.shape[0]):
             small = layer.take(outs, ins)
-            return scale_channels(convolve(small, small.weight, x_BCHW, onto), self._gate(layer))
-        ways = self._ways(path, layer, x_BCHW, onto, outs, ins)
-        images, _, height, width = x_BCHW.shape
-        case = (path, images, height, width, _step(ins, layer, 1), _step(outs, layer, 0))
-        return self.network.planner.run(case, ways, x_BCHW.device)
+            return scale_channels(convolve(small, small.weight, x_BCHW, onto), gate)
+        call = _Call(self.network, path, layer, x_BCHW, onto, outs, ins, gate)
+        case = (
+            path,
+            *x_BCHW.shape[::2],
+            x_BCHW.shape[3],
+            _step(ins, layer, 1),
+            _step(outs, layer, 0),
+        )
+        planner = self.network.planner
+        if case in planner.chosen:
+            return WAYS[planner.chosen[case]](call)
+        ways = {name: partial(WAYS[name], call) for name in call.ways()}
+        return planner.run(case, ways, x_BCHW.device)
 
-    def _ways(
-        self,
-        path: str,
-        layer: FoldedLayer,
-        x_BCHW: Tensor,
-        onto: Tensor | None,
-        outs: Tensor | None,
-        ins: Tensor | None,
-    ) -> dict[str, Callable[[], Tensor]]:
-        network, gate = self.network, self._gate(layer)
 
-        def small() -> FoldedLayer:
-            if outs is None or layer.bias is None:
-                return layer
-            return replace(layer, bias=layer.bias.index_select(0, outs))
+class _Call(NamedTuple):
+    """One convolution of active channels, as it is to be run."""
 
-        def channels_last() -> Tensor:
-            x = x_BCHW.contiguous(memory_format=torch.channels_last)
-            weight = network.collector.collect(layer.weight, outs, ins, channels_last=True)
-            return scale_channels(convolve(small(), weight, x, onto), gate)
+    network: DynamicNetwork
+    path: str
+    layer: FoldedLayer
+    x_BCHW: Tensor
+    onto: Tensor | None
+    outs: Tensor | None
+    ins: Tensor | None
+    gate: Tensor | None
 
-        def contiguous() -> Tensor:
-            weight = network.collector.collect(layer.weight, outs, ins, channels_last=False)
-            y = convolve_plainly(small(), weight, x_BCHW.contiguous(), onto)
-            return scale_channels(y, gate)
-
-        def streamed() -> Tensor:
-            y = network.streamed_weights(path)(small(), x_BCHW, onto, outs, ins)
-            return scale_channels(y, gate)
-
-        def direct() -> Tensor:
-            return network.direct(layer, x_BCHW, onto, outs, ins, gate)
-
-        def product() -> Tensor:
-            assert ins is not None
-            rows = network.transposed_weights(path).index_select(0, ins)
-            return multiply(layer, rows, x_BCHW, onto)
-
-        ways = {"collect, channels last": channels_last}
-        if x_BCHW.is_cuda:
-            return ways
-        if ins is not None and outs is None and _is_product(layer):
-            ways["product"] = product
-        # Elsewhere all layers keep to one memory format: changing it would cost more than it gains.
-        if few_positions(layer, x_BCHW):
-            ways["collect"] = contiguous
-        if stream_pays(layer, x_BCHW):
-            ways["stream"] = streamed
-        if network.direct.runs(layer, x_BCHW, len(layer.weight) if outs is None else len(outs)):
-            ways["direct"] = direct
+    def ways(self) -> list[str]:
+        """What is worth a trial."""
+        ways = ["collect"]
+        if direct_runs(self.layer, self.x_BCHW):
+            ways.append("direct")
+        if stream_pays(self.layer, self.x_BCHW):
+            ways.append("stream")
         return ways
 
+    def by_collecting(self) -> Tensor:
+        x = self.x_BCHW.contiguous(memory_format=torch.channels_last)
+        weight = self.network.collector.collect(self.layer.weight, self.outs, self.ins)
+        return scale_channels(convolve(self._small_layer(), weight, x, self.onto), self.gate)
 
-def _is_product(layer: FoldedLayer) -> bool:
-    """Whether a convolution is a matrix product at every position."""
-    return layer.weight.shape[2:] == (1, 1) and set(layer.stride) == {1}
+    def directly(self) -> Tensor:
+        direct = self.network.direct_convolution(self.path, self.x_BCHW.shape[2:])
+        return direct(self.x_BCHW, self.onto, self.outs, self.ins, self.gate)
+
+    def by_streaming(self) -> Tensor:
+        streamed = self.network.streamed_weights(self.path)
+        y = streamed(self._small_layer(), self.x_BCHW, self.onto, self.outs, self.ins)
+        return scale_channels(y, self.gate)
+
+    def _small_layer(self) -> FoldedLayer:
+        """The layer with the biases of active outputs; its weights stay as they are."""
+        if self.outs is None or self.layer.bias is None:
+            return self.layer
+        return replace(self.layer, bias=self.layer.bias.index_select(0, self.outs))
+
+
+WAYS = {"collect": _Call.by_collecting, "direct": _Call.directly, "stream": _Call.by_streaming}
 
 
 def _step(channels: Tensor | None, layer: FoldedLayer, side: int) -> int:
     if channels is None:
         return BUCKETS
-    return round(BUCKETS * len(channels) / layer.weight.shape[side])
+    return round(BUCKETS * channels.shape[0] / layer.weight.shape[side])

@@ -50,18 +50,16 @@ _floats, _integers, _longs = (
 
 @cfunc("void(voidptr)", cache=True, nopython=True)
 def collect(block):
-    """out[r, c] = source[rows[r], columns[c]], of arrays of shape (outputs, inputs, taps).
+    """out[r, k, c] = source[rows[r], columns[c], k], of a source (outputs, inputs, taps).
 
-    Arguments: inputs, taps, number of rows, of columns; how far apart columns and taps lie in a
-    row of the output; source, rows, columns, out.
+    Arguments: inputs, taps, number of rows, of columns; source, rows, columns, out.
     """
-    args = carray(block, 12, dtype=np.int64)
+    args = carray(block, 10, dtype=np.int64)
     inputs, taps, n_rows, n_columns = args[2], args[3], args[4], args[5]
-    column_step, tap_step = args[6], args[7]
-    source = carray(_floats(args[8]), 1)
-    rows = carray(_longs(args[9]), n_rows)
-    columns = carray(_longs(args[10]), n_columns)
-    out = carray(_floats(args[11]), (n_rows, n_columns * taps))
+    source = carray(_floats(args[6]), 1)
+    rows = carray(_longs(args[7]), n_rows)
+    columns = carray(_longs(args[8]), n_columns)
+    out = carray(_floats(args[9]), (n_rows, taps * n_columns))
     while True:
         piece = _claim(block)
         if piece >= args[1]:
@@ -69,24 +67,16 @@ def collect(block):
         for r in range(piece * ROWS, min((piece + 1) * ROWS, n_rows)):
             start = rows[r] * inputs * taps
             to = out[r]
-            if taps == 9 and tap_step == 1:  # constants let the compiler copy by vectors
-                for c in range(n_columns):
-                    at = start + columns[c] * 9
-                    for k in range(9):
-                        to[c * 9 + k] = source[at + k]
-            elif taps == 9:
+            if taps == 9:  # a constant lets the compiler copy by vectors
                 for c in range(n_columns):
                     at = start + columns[c] * 9
                     for k in range(9):
                         to[c + k * n_columns] = source[at + k]
-            elif taps == 1:
-                for c in range(n_columns):
-                    to[c] = source[start + columns[c]]
             else:
                 for c in range(n_columns):
                     at = start + columns[c] * taps
                     for k in range(taps):
-                        to[c * column_step + k * tap_step] = source[at + k]
+                        to[c + k * n_columns] = source[at + k]
 
 
 @cfunc("void(voidptr)", cache=True, nopython=True)

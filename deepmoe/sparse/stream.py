@@ -11,18 +11,13 @@ MOST_POSITIONS = 64  # beyond, a library's convolution is faster in any case
 LANES = 64  # blocks of outputs are multiples of it
 
 
-def few_positions(layer: FoldedLayer, x_BCHW: Tensor) -> bool:
-    """Whether a layer's time goes rather into its weights than into its activations."""
-    height, width = layer.output_size(x_BCHW.shape[-2], x_BCHW.shape[-1])
-    return 0 < height * width <= MOST_POSITIONS
-
-
 def stream_pays(layer: FoldedLayer, x_BCHW: Tensor) -> bool:
     """Whether streaming may be worth a trial: one image on a CPU, and few positions."""
     if x_BCHW.device.type != "cpu" or x_BCHW.dtype != torch.float32 or len(x_BCHW) != 1:
         return False
     same = all(len(set(pair)) == 1 for pair in (layer.stride, layer.padding, layer.dilation))
-    return same and few_positions(layer, x_BCHW)
+    height, width = layer.output_size(x_BCHW.shape[-2], x_BCHW.shape[-1])
+    return same and 0 < height * width <= MOST_POSITIONS
 
 
 class StreamedWeights:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.sparse.direct import DirectConvolution
+from deepmoe.sparse.direct import DirectConvolution, direct_runs
 from deepmoe.sparse.folding import FoldedLayer
 
 # kernel, stride, padding, dilation, size of the input
@@ -48,18 +48,20 @@ def test_active_channels_of_every_geometry(
     kernel: int, stride: int, padding: int, dilation: int, size: tuple[int, int], density: float
 ) -> None:
     torch.manual_seed(0)
-    direct, geometry = DirectConvolution(), ((stride,) * 2, (padding,) * 2, (dilation,) * 2)
-    for inputs, outputs in ((7, 41), (20, 48), (1, 53)):  # planes are used again for the others
+    memory: dict[object, Tensor] = {}
+    geometry = ((stride,) * 2, (padding,) * 2, (dilation,) * 2)
+    for inputs, outputs in ((7, 41), (20, 48), (1, 3)):  # the last uses the memory of the second
         weight, bias = torch.randn(outputs, inputs, kernel, kernel), torch.randn(outputs)
         layer = FoldedLayer(weight, bias, *geometry, relu=inputs > 1)
         outs, ins = some_of(outputs, density), some_of(inputs, density)
         x, gate = torch.randn(1, len(ins), *size), torch.rand(len(outs))
-        assert direct.runs(layer, x, len(outs))
+        assert direct_runs(layer, x)
+        direct = DirectConvolution(layer, size, memory)
         expected = F.conv2d(x, weight[outs][:, ins], bias[outs], *geometry)
         expected = (expected.relu() if layer.relu else expected) * gate[:, None, None]
-        found = direct(layer, x, None, outs, ins, gate)
+        found = direct(x, None, outs, ins, gate)
         assert error(found, expected) <= 1e-5
-        again = direct(layer, x, None, outs, ins, gate)
+        again = direct(x, None, outs, ins, gate)
         torch.testing.assert_close(found, again, rtol=0, atol=0)
 
 
@@ -71,21 +73,22 @@ def test_all_channels_onto_a_stream(kernel: int, channels_last: bool) -> None:
     onto, padding = torch.randn(1, 40, 9, 11), (kernel // 2,) * 2
     if channels_last:
         x, onto = (t.contiguous(memory_format=torch.channels_last) for t in (x, onto))
-    layer, direct = FoldedLayer(weight, None, padding=padding), DirectConvolution()
+    layer, memory = FoldedLayer(weight, None, padding=padding), {}
     expected = F.relu(F.conv2d(x, weight, padding=padding) + onto)
-    found = direct(layer, x, onto, None, None, None)
+    found = DirectConvolution(layer, (9, 11), memory)(x, onto, None, None, None)
     assert error(found, expected) <= 1e-5
     # What it leaves is taken as it is by the next.
     following = FoldedLayer(torch.randn(30, 40, 1, 1), torch.randn(30))
     expected = F.relu(F.conv2d(expected, following.weight, following.bias) + onto[:, :30])
-    assert error(direct(following, found, onto[:, :30], None, None, None), expected) <= 1e-5
+    direct = DirectConvolution(following, (9, 11), memory)
+    assert error(direct(found, onto[:, :30], None, None, None), expected) <= 1e-5
 
 
 def test_what_it_does_not_run() -> None:
-    direct, x = DirectConvolution(), torch.randn(1, 3, 8, 8)
+    x = torch.randn(1, 3, 8, 8)
     layer = FoldedLayer(torch.randn(32, 3, 3, 3), None, padding=(1, 1))
-    assert direct.runs(layer, x, 32)
-    assert not direct.runs(layer, x, 1)
-    assert not direct.runs(layer, x.double(), 32)
-    assert not direct.runs(layer, x.expand(2, -1, -1, -1), 32)
-    assert not direct.runs(FoldedLayer(torch.randn(32, 3, 5, 5), None), x, 32)
+    assert direct_runs(layer, x)
+    assert not direct_runs(layer, x[..., :1, :1])
+    assert not direct_runs(layer, x.double())
+    assert not direct_runs(layer, x.expand(2, -1, -1, -1))
+    assert not direct_runs(FoldedLayer(torch.randn(32, 3, 5, 5), None), x)
