@@ -52,12 +52,12 @@ def machine() -> Machine:
 def direct_kernel(taps: int, tile: Tile, onto: bool):
     """A task for `run_on_threads`: relu(inputs times weights + bias) * gate, for one image.
 
-    Arguments: inputs, outputs, vectors of positions; by how much to divide the number of a piece and
-    of what to take the rest, for its block of outputs, and the same for its group of positions;
+    Arguments: inputs, outputs, vectors of positions; by how much to divide a piece's number and of
+    what to take the rest, for its block of outputs, and the same for its group of positions;
     addresses of x (inputs, planes), weights (all outputs, all inputs, taps), bias of all outputs,
     gate of each output, out (outputs, positions), values to add before the ReLU; of the number of
-    each output, of each input, and the place of each tap in a plane; floats of a row of weights, from
-    one plane of x to the next, of out, of the values; the least sum, as the bits of a float.
+    each output, of each input, and the place of each tap in a plane; floats of a row of weights,
+    from one plane of x to the next, of out, of the values; the least sum, as the bits of a float.
 
     Args:
         taps: of the kernel.
