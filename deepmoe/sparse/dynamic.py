@@ -14,7 +14,7 @@ from deepmoe.layers import Gates
 from deepmoe.ops import onto_stream, scale_channels
 from deepmoe.sparse.collect import Collector
 from deepmoe.sparse.convolution import convolve
-from deepmoe.sparse.direct import DirectConvolution, direct_runs
+from deepmoe.sparse.direct import DirectConvolution, Forms, direct_runs
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.runners import FixedRunner, stream_channels
@@ -41,7 +41,7 @@ class DynamicNetwork:
         self.planner = Planner()  # of ways to run each convolution
         self.collector = Collector()
         self.direct: dict[tuple[str, tuple[int, ...]], DirectConvolution] = {}
-        self.memory: dict[object, Tensor] = {}
+        self.forms: Forms = {}  # of the inputs of direct convolutions
         self.streamed: dict[str, StreamedWeights] = {}
 
     def __call__(self, x_BCHW: Tensor, gates: Gates) -> Tensor:
@@ -59,7 +59,7 @@ class DynamicNetwork:
         """What runs a layer on its weights as they are, made on first use."""
         key = (path, size)
         if key not in self.direct:
-            self.direct[key] = DirectConvolution(self.layers[path], size, self.memory)
+            self.direct[key] = DirectConvolution(self.layers[path], size, self.forms)
         return self.direct[key]
 
     def streamed_weights(self, path: str) -> StreamedWeights:

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from deepmoe.backbones import Backbone
-from deepmoe.costs import active_share
 from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
@@ -102,7 +101,8 @@ class SparseModel(DeepMoE):
         parts = parts_by_route(gates)
         if not x_BCHW.is_cuda or len(parts) <= MOST_ROUTES_ON_GPU:
             ways["dynamic"] = lambda: self.run_dynamic(x_BCHW, gates, parts)
-        density = active_share(gates).mean().item()
+        g_BC = torch.cat(gates, dim=1)
+        density = torch.count_nonzero(g_BC).item() / max(1, g_BC.numel())
         case = (x_BCHW.shape, len(parts), round(DENSITY_STEPS * density))
         warm_up = max(1, PLANNING_IMAGES // len(x_BCHW))
         return self.planner.run(case, ways, x_BCHW.device, warm_up)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.sparse.direct import DirectConvolution, direct_runs
+from deepmoe.sparse.direct import DirectConvolution, Forms, direct_runs
 from deepmoe.sparse.folding import FoldedLayer
 
 # kernel, stride, padding, dilation, size of the input
@@ -14,6 +14,9 @@ GEOMETRIES = [
     (1, 1, 0, 1, (56, 55)),
     (1, 2, 0, 1, (29, 31)),
     (3, 1, 1, 1, (8, 8)),
+    (3, 1, 1, 1, (4, 4)),
+    (3, 1, 1, 1, (3, 5)),
+    (3, 2, 2, 2, (7, 9)),
     (3, 1, 1, 1, (32, 33)),
     (3, 2, 1, 1, (29, 30)),
     (3, 1, 2, 2, (13, 17)),
@@ -48,15 +51,15 @@ def test_active_channels_of_every_geometry(
     kernel: int, stride: int, padding: int, dilation: int, size: tuple[int, int], density: float
 ) -> None:
     torch.manual_seed(0)
-    memory: dict[object, Tensor] = {}
+    forms: Forms = {}
     geometry = ((stride,) * 2, (padding,) * 2, (dilation,) * 2)
-    for inputs, outputs in ((7, 41), (20, 48), (1, 3)):  # the last uses the memory of the second
+    for inputs, outputs in ((7, 41), (20, 48), (1, 3)):  # the last uses the second's memory
         weight, bias = torch.randn(outputs, inputs, kernel, kernel), torch.randn(outputs)
         layer = FoldedLayer(weight, bias, *geometry, relu=inputs > 1)
         outs, ins = some_of(outputs, density), some_of(inputs, density)
         x, gate = torch.randn(1, len(ins), *size), torch.rand(len(outs))
         assert direct_runs(layer, x)
-        direct = DirectConvolution(layer, size, memory)
+        direct = DirectConvolution(layer, size, forms)
         expected = F.conv2d(x, weight[outs][:, ins], bias[outs], *geometry)
         expected = (expected.relu() if layer.relu else expected) * gate[:, None, None]
         found = direct(x, None, outs, ins, gate)
@@ -73,14 +76,14 @@ def test_all_channels_onto_a_stream(kernel: int, channels_last: bool) -> None:
     onto, padding = torch.randn(1, 40, 9, 11), (kernel // 2,) * 2
     if channels_last:
         x, onto = (t.contiguous(memory_format=torch.channels_last) for t in (x, onto))
-    layer, memory = FoldedLayer(weight, None, padding=padding), {}
+    layer, forms = FoldedLayer(weight, None, padding=padding), {}
     expected = F.relu(F.conv2d(x, weight, padding=padding) + onto)
-    found = DirectConvolution(layer, (9, 11), memory)(x, onto, None, None, None)
+    found = DirectConvolution(layer, (9, 11), forms)(x, onto, None, None, None)
     assert error(found, expected) <= 1e-5
     # What it leaves is taken as it is by the next.
     following = FoldedLayer(torch.randn(30, 40, 1, 1), torch.randn(30))
     expected = F.relu(F.conv2d(expected, following.weight, following.bias) + onto[:, :30])
-    direct = DirectConvolution(following, (9, 11), memory)
+    direct = DirectConvolution(following, (9, 11), forms)
     assert error(direct(found, onto[:, :30], None, None, None), expected) <= 1e-5
 
 
