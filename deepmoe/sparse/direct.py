@@ -5,8 +5,7 @@ to does not matter, and nothing has to be collected.
 """
 
 import math
-from collections.abc import Hashable, Iterator
-from itertools import product
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,102 +34,102 @@ def direct_runs(layer: FoldedLayer, x_BCHW: Tensor) -> bool:
     return math.prod(layer.output_size(*x_BCHW.shape[2:])) >= FEWEST_POSITIONS
 
 
-class _Planes:
-    """A convolution's input as planes in which each tap is one shift away from the output.
-
-    Rows are so wide that they hold the padding, and a vector may run on from one row to the next:
-    a few sums between the rows are nobody's. With a stride s, the s x s phases of the input are
-    planes of their own.
+class _Form:
+    """How an input is laid out, such that each tap finds its values one shift away from the output.
 
     Args:
         layer: the convolution.
         size: height and width of its input.
     """
 
+    width: int  # from one row of the output to the next
+    positions: int  # that vectors run over
+    floats: int  # of one channel
+
     def __init__(self, layer: FoldedLayer, size: tuple[int, ...]) -> None:
         self.layer, self.size = layer, tuple(size)
         self.out = layer.output_size(*size)
+        self.memory = torch.empty(0)
+        self.places: dict[int, Tensor] = {}
+
+    def tap_places(self) -> list[int]:
+        """Where each tap finds its value for the first position."""
+        raise NotImplementedError
+
+    def coordinates(self) -> tuple[np.ndarray, np.ndarray]:
+        """Row and column of the padded input that stand at each place, for one channel."""
+        raise NotImplementedError
+
+    def fill(self, x_CHW: Tensor) -> Tensor:
+        """Brings an input into this form, in memory that is used again."""
+        from deepmoe.sparse.numba_kernels import arrange
+
+        if x_CHW.stride(2) != 1:
+            x_CHW = x_CHW.contiguous()
+        channels, step, row = x_CHW.shape[0], x_CHW.stride(0), x_CHW.stride(1)
+        room = (channels + 1) * self.floats + LARGEST_VECTOR  # vectors may reach beyond the last
+        if self.memory.shape[0] < room:
+            self.memory = torch.zeros(room)
+        if row not in self.places:
+            self.places[row] = self._places(row)
+        arrays = [t.data_ptr() for t in (x_CHW, self.places[row], self.memory)]
+        run_on_threads(arrange.ctypes, channels, [self.floats, step, *arrays])
+        return self.memory
+
+    def _places(self, row: int) -> Tensor:
+        y, x = (c - p for c, p in zip(self.coordinates(), self.layer.padding, strict=True))
+        inside = (y >= 0) & (y < self.size[0]) & (x >= 0) & (x < self.size[1])
+        return torch.from_numpy(np.where(inside, y * row + x, -1).astype(np.int32).ravel())
+
+
+class _Planes(_Form):
+    """Planes as they are, with their padding.
+
+    A vector may run on from one row to the next: a few sums between the rows are nobody's. With a
+    stride s, the s x s phases of the input are planes of their own.
+    """
+
+    def __init__(self, layer: FoldedLayer, size: tuple[int, ...]) -> None:
+        super().__init__(layer, size)
         padded = [n + 2 * p for n, p in zip(size, layer.padding, strict=True)]
         height, self.width = (-(-n // s) for n, s in zip(padded, layer.stride, strict=True))
         self.positions = self.out[0] * self.width
         self.phases = (*layer.stride, height, self.width)
         self.floats = math.prod(self.phases)
-        self.memory = torch.zeros(0)
-        self.parts: list[Tensor] = []
 
-    def tap_places(self) -> Iterator[int]:
-        """Where each tap finds its value for the first position."""
+    def tap_places(self) -> list[int]:
         s, t, height, width = self.phases
-        for tap in product(*map(range, self.layer.weight.shape[2:])):
-            y, x = (at * d for at, d in zip(tap, self.layer.dilation, strict=True))
-            yield ((y % s * t + x % t) * height + y // s) * width + x // t
+        (d, e), taps = self.layer.dilation, np.indices(self.layer.weight.shape[2:])
+        y, x = taps[0].ravel() * d, taps[1].ravel() * e
+        return list(((y % s * t + x % t) * height + y // s) * width + x // t)
 
-    def fill(self, x_CHW: Tensor) -> Tensor:
-        """Brings an input into this form, in memory that is used again."""
-        room = (x_CHW.shape[0] + 1) * self.floats  # vectors may reach beyond the last plane
-        if self.memory.numel() < room + LARGEST_VECTOR:
-            self.memory = torch.zeros(room + LARGEST_VECTOR)
-            self.parts = [self._inside(self.memory[:room], phase) for phase in self._starts()]
-        for part, (_, top, left) in zip(self.parts, self._starts(), strict=True):
-            s, t = self.layer.stride
-            # Padding is never written to, and stays zero.
-            part[: x_CHW.shape[0]].copy_(x_CHW if s == t == 1 else x_CHW[:, top::s, left::t])
-        return self.memory
-
-    def _starts(self) -> list[tuple[tuple[int, int], int, int]]:
-        """The phases, and where in the input each begins."""
-        (s, t), (above, before) = self.layer.stride, self.layer.padding
-        return [((y, x), (y - above) % s, (x - before) % t) for y, x in product(range(s), range(t))]
-
-    def _inside(self, memory: Tensor, start: tuple[tuple[int, int], int, int]) -> Tensor:
-        (y, x), top, left = start
-        (s, t), (above, before) = self.layer.stride, self.layer.padding
-        down, right = (top + above) // s, (left + before) // t
-        rows, columns = len(range(top, self.size[0], s)), len(range(left, self.size[1], t))
-        return memory.view(-1, *self.phases)[:, y, x, down : down + rows, right : right + columns]
+    def coordinates(self) -> tuple[np.ndarray, np.ndarray]:
+        (s, t), (phase_y, phase_x, row, column) = self.layer.stride, np.indices(self.phases)
+        return row * s + phase_y, column * t + phase_x
 
 
-class _Windows:
-    """A small input with one plane for each tap, which holds just what the tap sees.
+class _Windows(_Form):
+    """One plane for each tap, which holds just what the tap sees: no sums are in vain.
 
-    It takes more memory, but no sums are in vain.
-
-    Args:
-        layer: the convolution.
-        size: height and width of its input.
+    That takes more memory, which is why it is for small inputs.
     """
 
     def __init__(self, layer: FoldedLayer, size: tuple[int, ...]) -> None:
-        self.layer, self.size = layer, tuple(size)
-        self.out = layer.output_size(*size)
+        super().__init__(layer, size)
         self.width = self.out[1]
         self.positions = self.out[0] * self.out[1]
-        self.kernel = tuple(layer.weight.shape[2:])
-        self.floats = math.prod(self.kernel) * self.positions
-        self.memory = torch.empty(0)
-        self.padded = torch.zeros(0)
+        self.floats = layer.weight[0, 0].numel() * self.positions
 
-    def tap_places(self) -> Iterator[int]:
-        """Where each tap finds its value for the first position."""
-        return iter(range(0, self.floats, self.positions))
+    def tap_places(self) -> list[int]:
+        return list(range(0, self.floats, max(1, self.positions)))
 
-    def fill(self, x_CHW: Tensor) -> Tensor:
-        """Brings an input into this form, in memory that is used again."""
-        channels, height, width = x_CHW.shape
-        above, before = self.layer.padding
-        if self.padded.shape[0] < channels:
-            self.padded = x_CHW.new_zeros(channels, height + 2 * above, width + 2 * before)
-            self.memory = x_CHW.new_empty(channels * self.floats + LARGEST_VECTOR)
-        self.padded[:channels, above : above + height, before : before + width] = x_CHW
-        plane, row, _ = self.padded.stride()
-        (s, t), (d, e) = self.layer.stride, self.layer.dilation
-        shape = (channels, *self.kernel, *self.out)
-        windows = self.padded.as_strided(shape, (plane, d * row, e, s * row, t))
-        self.memory[: channels * self.floats].view(shape).copy_(windows)
-        return self.memory
+    def coordinates(self) -> tuple[np.ndarray, np.ndarray]:
+        shape = (*self.layer.weight.shape[2:], *self.out)
+        (s, t), (d, e), (ky, kx, y, x) = self.layer.stride, self.layer.dilation, np.indices(shape)
+        return y * s + ky * d, x * t + kx * e
 
 
-def _layout(layer: FoldedLayer, size: tuple[int, ...]) -> _Planes | _Windows:
+def _best_form(layer: FoldedLayer, size: tuple[int, ...]) -> _Form:
     """The form of the input in which vectors hold more results."""
     from deepmoe.sparse.llvm_code import machine
 
@@ -139,7 +138,7 @@ def _layout(layer: FoldedLayer, size: tuple[int, ...]) -> _Planes | _Windows:
     return windows if 4 * vectors[1] <= 3 * vectors[0] else planes
 
 
-Forms = dict[Hashable, _Planes | _Windows]
+Forms = dict[Hashable, _Form]
 
 
 class DirectConvolution:
@@ -155,7 +154,7 @@ class DirectConvolution:
         from deepmoe.sparse.llvm_code import machine
 
         self.layer = layer
-        form = self.form = forms.setdefault(_geometry(layer, size), _layout(layer, size))
+        form = self.form = forms.setdefault(_geometry(layer, size), _best_form(layer, size))
         outputs, inputs, *kernel = layer.weight.shape
         # A product takes its input as it is.
         self.as_it_is = kernel == [1, 1] and layer.stride == (1, 1) and layer.padding == (0, 0)
@@ -164,7 +163,7 @@ class DirectConvolution:
         self.bias = layer.weight.new_zeros(outputs) if layer.bias is None else layer.bias
         self.ones = torch.ones(outputs)
         self.numbers = torch.arange(max(outputs, inputs))
-        self.tap_places = torch.tensor(list(form.tap_places()))
+        self.tap_places = torch.tensor(form.tap_places())
         self.tiles: dict[int, Tile] = {}
 
     def __call__(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from deepmoe.sparse.llvm_code import FLOAT, FLOATS, INT, INTS, SHORT, Code, machine
 
-AHEAD = 2  # how many inputs ahead weights are fetched
+AHEAD = 4  # how many inputs ahead weights are fetched
 
 
 class Tile(NamedTuple):
@@ -28,9 +28,9 @@ def tiles() -> tuple[Tile, ...]:
     """Those that fit into the registers of the processor at hand."""
     few = Tile(1, 1, 6.0)
     if machine().registers < 32:
-        return Tile(3, 4, 1.0), Tile(2, 6, 1.1), Tile(4, 2, 1.25), Tile(1, 12, 1.5), few
+        return Tile(3, 4, 1.0), Tile(2, 6, 1.1), Tile(4, 2, 1.25), Tile(1, 8, 1.5), few
     four = Tile(3, 8, 1.0), Tile(5, 5, 1.05), Tile(4, 6, 1.1), Tile(2, 12, 1.25)
-    return *four, Tile(1, 16, 1.5), few
+    return *four, Tile(1, 8, 1.5), few
 
 
 @cache

@@ -148,7 +148,10 @@ class _Call(NamedTuple):
     def by_collecting(self) -> Tensor:
         x = self.x_BCHW.contiguous(memory_format=torch.channels_last)
         weight = self.network.collector.collect(self.layer.weight, self.outs, self.ins)
-        return scale_channels(convolve(self._small_layer(), weight, x, self.onto), self.gate)
+        layer = self.layer
+        if self.outs is not None and layer.bias is not None:
+            layer = replace(layer, bias=layer.bias.index_select(0, self.outs))
+        return scale_channels(convolve(layer, weight, x, self.onto), self.gate)
 
     def directly(self) -> Tensor:
         direct = self.network.direct_convolution(self.path, self.x_BCHW.shape[2:])
@@ -156,14 +159,7 @@ class _Call(NamedTuple):
 
     def by_streaming(self) -> Tensor:
         streamed = self.network.streamed_weights(self.path)
-        y = streamed(self._small_layer(), self.x_BCHW, self.onto, self.outs, self.ins)
-        return scale_channels(y, self.gate)
-
-    def _small_layer(self) -> FoldedLayer:
-        """The layer with the biases of active outputs; its weights stay as they are."""
-        if self.outs is None or self.layer.bias is None:
-            return self.layer
-        return replace(self.layer, bias=self.layer.bias.index_select(0, self.outs))
+        return streamed(self.layer, self.x_BCHW, self.onto, self.outs, self.ins, self.gate)
 
 
 WAYS = {"collect": _Call.by_collecting, "direct": _Call.directly, "stream": _Call.by_streaming}

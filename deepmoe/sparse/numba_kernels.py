@@ -164,3 +164,54 @@ def stream(block):
                         low = (v0 * r0[o] + v1 * r1[o]) + (v2 * r2[o] + v3 * r3[o])
                         high = (v4 * r4[o] + v5 * r5[o]) + (v6 * r6[o] + v7 * r7[o])
                         s[o] += low + high
+
+
+@cfunc("void(voidptr)", cache=True, nopython=True)
+def finish(block):
+    """What `stream` has summed up, of active outputs: relu(sum + bias) * gate.
+
+    Arguments: outputs, positions, outputs of a block; sums (blocks, positions, outputs), the number
+    of each output, bias of all outputs, gate of each output, and to be filled: y (outputs,
+    positions); whether there is a ReLU.
+    """
+    args = carray(block, 11, dtype=np.int64)
+    outputs, positions, width = args[2], args[3], args[4]
+    sums = carray(_floats(args[5]), 1)
+    numbers = carray(_longs(args[6]), outputs)
+    bias = carray(_floats(args[7]), 1)
+    gate = carray(_floats(args[8]), outputs)
+    y = carray(_floats(args[9]), (outputs, positions))
+    least = np.float32(0.0) if args[10] else np.float32(-np.inf)
+    while True:
+        piece = _claim(block)
+        if piece >= args[1]:
+            break
+        for o in range(piece * outputs // args[1], (piece + 1) * outputs // args[1]):
+            number = numbers[o]
+            start = (number // width) * positions * width + number % width
+            for p in range(positions):
+                v = sums[start + p * width] + bias[number]
+                y[o, p] = (least if v < least else v) * gate[o]
+
+
+@cfunc("void(voidptr)", cache=True, nopython=True)
+def arrange(block):
+    """out[c, i] = x[c, places[i]], or zero where a place is negative.
+
+    Arguments: places, from one channel of x to the next; x, places, out.
+    """
+    args = carray(block, 7, dtype=np.int64)
+    count, step = args[2], args[3]
+    x = carray(_floats(args[4]), 1)
+    places = carray(_integers(args[5]), count)
+    out = carray(_floats(args[6]), (args[1], count))
+    while True:
+        c = _claim(block)
+        if c >= args[1]:
+            break
+        start = c * step
+        to = out[c]
+        for i in range(count):
+            place = places[i]
+            value = x[start + max(place, 0)]
+            to[i] = value if place >= 0 else np.float32(0.0)
