@@ -20,6 +20,8 @@ from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.runners import FixedRunner, stream_channels
 from deepmoe.sparse.stream import StreamedWeights, stream_pays
 
+Case = tuple[str, int, int, int, int, int]  # path, images, height, width, densities
+ALIKE = ("collect", "direct")  # ways between which layers of one size do not change
 BUCKETS = 8  # densities are told apart in so many steps when the planner is asked
 
 
@@ -38,7 +40,8 @@ class DynamicNetwork:
         self.backbone = backbone
         self.layers = layers
         self.whole = whole
-        self.planner = Planner()  # of ways to run each convolution
+        self.planner: Planner[Case] = Planner()  # of ways to run each convolution
+        self.decided: dict[tuple[int, ...], tuple[int, str]] = {}  # for each size of inputs
         self.collector = Collector()
         self.direct: dict[tuple[str, tuple[int, ...]], DirectConvolution] = {}
         self.forms: Forms = {}  # of the inputs of direct convolutions
@@ -54,6 +57,26 @@ class DynamicNetwork:
         active = [g[0].nonzero().flatten() for g in gates]
         values = [g.index_select(1, a) for g, a in zip(gates, active, strict=True)]
         return self.backbone.wire(x_BCHW, _DynamicRunner(self, active, values))
+
+    def way_of(self, case: Case) -> str | None:
+        """How a case is run, once that is decided.
+
+        Collecting and direct convolutions leave their results in different memory formats. So all
+        layers with inputs of one size take the way that is faster for them together.
+        """
+        planner, size = self.planner, case[1:4]
+        own = planner.chosen.get(case)
+        if own not in ALIKE or not self._may_change(case):
+            return own
+        if self.decided.get(size, (0, ""))[0] != len(planner.chosen):
+            cases = [c for c in planner.chosen if c[1:4] == size and self._may_change(c)]
+            totals = {way: sum(planner.median(c, way) for c in cases) for way in ALIKE}
+            best = min(totals, key=lambda way: totals[way])
+            self.decided[size] = (len(planner.chosen), best)
+        return self.decided[size][1]
+
+    def _may_change(self, case: Case) -> bool:
+        return all(way in self.planner.times[case] for way in ALIKE)
 
     def direct_convolution(self, path: str, size: tuple[int, ...]) -> DirectConvolution:
         """What runs a layer on its weights as they are, made on first use."""
@@ -117,11 +140,11 @@ class _DynamicRunner:
             _step(ins, layer, 1),
             _step(outs, layer, 0),
         )
-        planner = self.network.planner
-        if case in planner.chosen:
-            return WAYS[planner.chosen[case]](call)
+        way = self.network.way_of(case)
+        if way is not None:
+            return WAYS[way](call)
         ways = {name: partial(WAYS[name], call) for name in call.ways()}
-        return planner.run(case, ways, x_BCHW.device)
+        return self.network.planner.run(case, ways, x_BCHW.device)
 
 
 class _Call(NamedTuple):

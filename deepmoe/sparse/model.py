@@ -1,7 +1,7 @@
 """SparseModel: a trained network that runs only what its gates ask for."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Self
 
 import torch
@@ -69,7 +69,7 @@ class SparseModel(DeepMoE):
         self.layers = fold(small, dtype)
         self.wiring = [_without_weights(small)]  # in a list: it is not to be taken for a submodule
         self.whole = FixedRunner(self.layers)
-        self.planner = Planner()
+        self.planner: Planner[Hashable] = Planner()
         self.graphs = GraphCache() if device.type == "cuda" else None
         self.dynamic = DynamicNetwork(self.wiring[0], self.layers, self.whole)
         self.small_networks: CodeNetworks | None = None
