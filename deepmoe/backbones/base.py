@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepmoe.errors import UserError
@@ -30,6 +31,9 @@ class Runner(Protocol):
             stream_BCHW: what it is added to.
             at: where some outputs were removed, the channels of the stream that the others are for.
         """
+
+    def pool(self, x_BCHW: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+        """Max pooling."""
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         """The classifier, a linear layer or a convolution."""
@@ -126,6 +130,9 @@ class ModuleRunner:
         self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
     ) -> Tensor:
         return onto_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
+
+    def pool(self, x_BCHW: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+        return F.max_pool2d(x_BCHW, kernel, stride, padding)
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         return self.backbone.get_submodule(path)(x)

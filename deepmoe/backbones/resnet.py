@@ -209,7 +209,7 @@ class ResNet(Backbone):
         """The residual stream after the last block."""
         x = run.convolve("stem", x_BCHW)
         if self.spec.stem == "imagenet":
-            x = F.max_pool2d(x, 3, stride=2, padding=1)
+            x = run.pool(x, 3, stride=2, padding=1)
         for path, block in self.blocks():
             x = block(path, x, run)
         return x

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Self
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepmoe.backbones.base import Backbone, Runner, initialise_convs, scaled_width
@@ -71,7 +70,7 @@ class VGG(Backbone):
             x = run.convolve(f"convs.{i}", x)
             if i in self.pools_after:
                 # Max pooling takes no empty input; a network may have lost all of a layer.
-                x = F.max_pool2d(x, 2) if x.shape[1] else x[:, :, 1::2, 1::2]
+                x = run.pool(x, 2, stride=2, padding=0) if x.shape[1] else x[:, :, 1::2, 1::2]
         return run.classify("classifier", x.mean(dim=(2, 3)))
 
     def layers(self, height: int, width: int) -> list[Layer]:

@@ -179,6 +179,9 @@ class PlainRunner:
     ) -> Tensor:
         return onto_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
 
+    def pool(self, x_BCHW: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+        return F.max_pool2d(x_BCHW, kernel, stride, padding)
+
     def classify(self, path: str, x: Tensor) -> Tensor:
         layer = self.layers[path]
         return self.convolve(path, x) if layer.is_conv else F.linear(x, layer.weight, layer.bias)

@@ -119,6 +119,12 @@ class _DynamicRunner:
         y = self._run(path, layer, x_BCHW, None)
         return onto_stream(stream_BCHW, y, stream_channels(at, layer.out_gate, self.active))
 
+    def pool(self, x_BCHW: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+        if x_BCHW.device.type == "cpu":
+            # PyTorch takes the maxima of many channels at once in this format only.
+            x_BCHW = x_BCHW.contiguous(memory_format=torch.channels_last)
+        return F.max_pool2d(x_BCHW, kernel, stride, padding)
+
     def classify(self, path: str, x: Tensor) -> Tensor:
         layer = self.network.layers[path]
         if layer.in_gate is None:

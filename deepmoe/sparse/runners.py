@@ -33,6 +33,9 @@ class FixedRunner:
             return self.convolutions[path](x_BCHW, stream_BCHW)
         return onto_stream(stream_BCHW, self.convolutions[path](x_BCHW), at)
 
+    def pool(self, x_BCHW: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+        return F.max_pool2d(x_BCHW, kernel, stride, padding)
+
     def classify(self, path: str, x: Tensor) -> Tensor:
         if path in self.convolutions:
             return self.convolutions[path](x)
@@ -57,6 +60,9 @@ class MaskedRunner:
             return self.fixed.convolve_onto(path, x_BCHW, stream_BCHW, at)
         y = scale_channels(self.fixed.convolve(path, x_BCHW), gate)
         return onto_stream(stream_BCHW, y, at)
+
+    def pool(self, x_BCHW: Tensor, kernel: int, stride: int, padding: int) -> Tensor:
+        return self.fixed.pool(x_BCHW, kernel, stride, padding)
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         return self.fixed.classify(path, x)
