@@ -186,13 +186,13 @@ def sparse_grid_table() -> str:
 def sparse_profile_cpu_table() -> str:
     """Where the dynamic mode's time goes on a CPU, layer by layer."""
     result = _read_result("profile_sparse_cpu")
-    keys = ("total_ms", "collect_ms", "convolution_ms", "packed_ms")
+    keys = ("total_ms", "kernels_ms", "packed_ms")
     rows = [
-        (path, *("" if v[key] is None else f"{v[key]:.2f}" for key in keys))
+        (path, v["way"], *(f"{v[key]:.2f}" for key in keys))
         for path, v in result["values"]["layers"].items()
     ]
-    rows.append(("all", f"{result['values']['total_ms']:.2f}", "", "", ""))
-    header = ["layer", "dynamic, ms", "of that collecting", "of that convolution", "packed"]
+    rows.append(("all", "", f"{result['values']['total_ms']:.2f}", "", ""))
+    header = ["layer", "way", "dynamic, ms", "of that in kernels", "packed"]
     return f"{_markdown(header, rows)}\n\n{_origin(result)} ({result['command']})"
 
 

@@ -12,24 +12,19 @@ class Collector:
     def __init__(self) -> None:
         self.memory = torch.empty(0)
 
-    def collect(
-        self, weight: Tensor, outs: Tensor | None, ins: Tensor | None, channels_last: bool
-    ) -> Tensor:
-        """weight[outs][:, ins], where `None` takes all.
+    def collect(self, weight: Tensor, outs: Tensor | None, ins: Tensor | None) -> Tensor:
+        """weight[outs][:, ins], where `None` takes all; channels last where inputs are chosen.
 
         Args:
             weight: (O, I, K, K), contiguous on a CPU, channels last on a GPU.
             outs: numbers of the output channels.
             ins: numbers of the input channels.
-            channels_last: in which order the result lies in memory (on a CPU).
         """
         if weight.device.type == "cpu":
-            return self._on_cpu(weight, outs, ins, channels_last)
+            return self._on_cpu(weight, outs, ins)
         return _on_gpu(weight, outs, ins)
 
-    def _on_cpu(
-        self, weight: Tensor, outs: Tensor | None, ins: Tensor | None, channels_last: bool
-    ) -> Tensor:
+    def _on_cpu(self, weight: Tensor, outs: Tensor | None, ins: Tensor | None) -> Tensor:
         if ins is None:
             return weight if outs is None else weight.index_select(0, outs)
         if weight.dtype != torch.float32:
@@ -38,23 +33,19 @@ class Collector:
         from deepmoe.sparse import numba_kernels
 
         outs = torch.arange(len(weight)) if outs is None else outs
-
-        out = self._room_for(weight, (len(outs), len(ins), *weight.shape[2:]), channels_last)
+        out = self._room_for(weight, (len(outs), len(ins), *weight.shape[2:]))
         taps = weight.shape[2] * weight.shape[3]
-        steps = (1, len(ins)) if channels_last else (taps, 1)
-        sizes = (weight.shape[1], taps, len(outs), len(ins), *steps)
+        sizes = (weight.shape[1], taps, len(outs), len(ins))
         arrays = [t.data_ptr() for t in (weight, outs, ins, out)]
         pieces = -(-len(outs) // numba_kernels.ROWS)
         run_on_threads(numba_kernels.collect.ctypes, pieces, [*sizes, *arrays])
         return out
 
-    def _room_for(self, weight: Tensor, shape: tuple[int, ...], channels_last: bool) -> Tensor:
+    def _room_for(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:
         # Fresh memory would have to be mapped page by page, which takes longer than the copy.
         count = torch.Size(shape).numel()
         if self.memory.dtype != weight.dtype or self.memory.numel() < count:
             self.memory = weight.new_empty(max(count, self.memory.numel()))
-        if not channels_last:
-            return self.memory[:count].view(shape)
         outs, ins, height, width = shape
         return self.memory[:count].view(outs, height, width, ins).permute(0, 3, 1, 2)
 

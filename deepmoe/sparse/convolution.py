@@ -97,19 +97,6 @@ def convolve_plainly(
     return F.relu(y, inplace=True) if relu else y
 
 
-def multiply(
-    layer: FoldedLayer, weight_IO: Tensor, x_BCHW: Tensor, onto_BCHW: Tensor | None
-) -> Tensor:
-    """A 1x1 convolution as the matrix product that it is, of weights (inputs, outputs)."""
-    images, channels, height, width = x_BCHW.shape
-    x_PC = x_BCHW.permute(0, 2, 3, 1).reshape(-1, channels)
-    y_PC = x_PC @ weight_IO if layer.bias is None else torch.addmm(layer.bias, x_PC, weight_IO)
-    y_BCHW = y_PC.view(images, height, width, -1).permute(0, 3, 1, 2)
-    if onto_BCHW is not None:
-        return y_BCHW.add_(onto_BCHW).relu_()
-    return y_BCHW.relu_() if layer.relu else y_BCHW
-
-
 def onednn_runs(x: Tensor) -> bool:
     """Whether oneDNN's fused convolution takes this tensor."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and _has_onednn()

@@ -1,7 +1,9 @@
 """Runs the active channels of any route: collects weights as it goes, keeps activations compact."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +13,15 @@ from deepmoe.backbones import Backbone
 from deepmoe.layers import Gates
 from deepmoe.ops import onto_stream, scale_channels
 from deepmoe.sparse.collect import Collector
-from deepmoe.sparse.convolution import convolve, convolve_plainly, multiply
+from deepmoe.sparse.convolution import convolve
+from deepmoe.sparse.direct import DirectConvolution, Forms, direct_runs
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.runners import EngineRunner, FixedRunner, stream_channels
-from deepmoe.sparse.stream import StreamedWeights, few_positions, stream_pays
+from deepmoe.sparse.stream import StreamedWeights, stream_pays
 
+Case = tuple[str, int, int, int, int, int]  # path, images, height, width, densities
+ALIKE = ("collect", "direct")  # ways between which layers of one size do not change
 BUCKETS = 8  # densities are told apart in so many steps when the planner is asked
 
 
@@ -35,10 +40,12 @@ class DynamicNetwork:
         self.backbone = backbone
         self.layers = layers
         self.whole = whole
-        self.planner = Planner()  # of ways to run each convolution
+        self.planner: Planner[Case] = Planner()  # of ways to run each convolution
+        self.decided: dict[tuple[int, ...], tuple[int, str]] = {}  # for each size of inputs
         self.collector = Collector()
+        self.direct: dict[tuple[str, tuple[int, ...]], DirectConvolution] = {}
+        self.forms: Forms = {}  # of the inputs of direct convolutions
         self.streamed: dict[str, StreamedWeights] = {}
-        self.transposed: dict[str, Tensor] = {}
 
     def __call__(self, x_BCHW: Tensor, gates: Gates, size: tuple[int, int]) -> Tensor:
         """Logits of images that all take the same route: their gates are zero at the same places.
@@ -52,11 +59,32 @@ class DynamicNetwork:
         values = [g.index_select(1, a) for g, a in zip(gates, active, strict=True)]
         return self.backbone.wire_gated(x_BCHW, _DynamicRunner(self, active, values), size)
 
-    def transposed_weights(self, path: str) -> Tensor:
-        """The weights of a 1x1 convolution with inputs as rows, so that taking some is a copy."""
-        if path not in self.transposed:
-            self.transposed[path] = self.layers[path].weight.flatten(1).T.contiguous()
-        return self.transposed[path]
+    def way_of(self, case: Case) -> str | None:
+        """How a case is run, once that is decided.
+
+        Collecting and direct convolutions leave their results in different memory formats. So all
+        layers with inputs of one size take the way that is faster for them together.
+        """
+        planner, size = self.planner, case[1:4]
+        own = planner.chosen.get(case)
+        if own not in ALIKE or not self._may_change(case):
+            return own
+        if self.decided.get(size, (0, ""))[0] != len(planner.chosen):
+            cases = [c for c in planner.chosen if c[1:4] == size and self._may_change(c)]
+            totals = {way: sum(planner.median(c, way) for c in cases) for way in ALIKE}
+            best = min(totals, key=lambda way: totals[way])
+            self.decided[size] = (len(planner.chosen), best)
+        return self.decided[size][1]
+
+    def _may_change(self, case: Case) -> bool:
+        return all(way in self.planner.times[case] for way in ALIKE)
+
+    def direct_convolution(self, path: str, size: tuple[int, ...]) -> DirectConvolution:
+        """What runs a layer on its weights as they are, made on first use."""
+        key = (path, size)
+        if key not in self.direct:
+            self.direct[key] = DirectConvolution(self.layers[path], size, self.forms)
+        return self.direct[key]
 
     def streamed_weights(self, path: str) -> StreamedWeights:
         """The layer's weights in the layout that is read row by row, made on first use."""
@@ -79,7 +107,7 @@ class _DynamicRunner(EngineRunner):
         layer = self.network.layers[path]
         if layer.in_gate is None and layer.out_gate is None:
             return self.network.whole.convolve(path, x_BCHW)
-        return scale_channels(self._run(path, layer, x_BCHW, None), self._gate(layer))
+        return self._run(path, layer, x_BCHW, None)
 
     def convolve_onto(
         self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
@@ -89,8 +117,13 @@ class _DynamicRunner(EngineRunner):
             return self.network.whole.convolve_onto(path, x_BCHW, stream_BCHW, at)
         if layer.out_gate is None and at is None:
             return self._run(path, layer, x_BCHW, stream_BCHW)
-        y = scale_channels(self._run(path, layer, x_BCHW, None), self._gate(layer))
+        y = self._run(path, layer, x_BCHW, None)
         return onto_stream(stream_BCHW, y, stream_channels(at, layer.out_gate, self.active))
+
+    def max_pool(self, x_BCHW: Tensor, size: int, stride: int, padding: int = 0) -> Tensor:
+        # On a CPU, PyTorch takes the maxima of many channels at once in this format only.
+        x_BCHW = x_BCHW.contiguous(memory_format=torch.channels_last)
+        return super().max_pool(x_BCHW, size, stride, padding)
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         layer = self.network.layers[path]
@@ -98,71 +131,70 @@ class _DynamicRunner(EngineRunner):
             return self.network.whole.classify(path, x)
         return F.linear(x, layer.weight.index_select(1, self.active[layer.in_gate]), layer.bias)
 
-    def _gate(self, layer: FoldedLayer) -> Tensor | None:
-        return None if layer.out_gate is None else self.values[layer.out_gate]
-
     def _run(self, path: str, layer: FoldedLayer, x_BCHW: Tensor, onto: Tensor | None) -> Tensor:
         outs = None if layer.out_gate is None else self.active[layer.out_gate]
         ins = None if layer.in_gate is None else self.active[layer.in_gate]
-        bias = layer.bias
-        if outs is not None and bias is not None:
-            bias = bias.index_select(0, outs)
-        small = replace(layer, bias=bias)
-        if not x_BCHW.shape[1] or (outs is not None and not len(outs)):
-            small = replace(small, weight=layer.take(outs, ins).weight)
-            return convolve(small, small.weight, x_BCHW, onto)
-        ways = self._ways(path, small, x_BCHW, onto, outs, ins)
-        images, _, height, width = x_BCHW.shape
-        case = (path, images, height, width, _step(ins, layer, 1), _step(outs, layer, 0))
+        gate = None if layer.out_gate is None else self.values[layer.out_gate]
+        if not x_BCHW.shape[1] or (outs is not None and not outs.shape[0]):
+            small = layer.take(outs, ins)
+            return scale_channels(convolve(small, small.weight, x_BCHW, onto), gate)
+        call = _Call(self.network, path, layer, x_BCHW, onto, outs, ins, gate)
+        case = (
+            path,
+            *x_BCHW.shape[::2],
+            x_BCHW.shape[3],
+            _step(ins, layer, 1),
+            _step(outs, layer, 0),
+        )
+        way = self.network.way_of(case)
+        if way is not None:
+            return WAYS[way](call)
+        ways = {name: partial(WAYS[name], call) for name in call.ways()}
         return self.network.planner.run(case, ways, x_BCHW.device)
 
-    def _ways(
-        self,
-        path: str,
-        layer: FoldedLayer,
-        x_BCHW: Tensor,
-        onto: Tensor | None,
-        outs: Tensor | None,
-        ins: Tensor | None,
-    ) -> dict[str, Callable[[], Tensor]]:
-        network = self.network
 
-        def channels_last() -> Tensor:
-            x = x_BCHW.contiguous(memory_format=torch.channels_last)
-            weight = network.collector.collect(layer.weight, outs, ins, channels_last=True)
-            return convolve(layer, weight, x, onto)
+class _Call(NamedTuple):
+    """One convolution of active channels, as it is to be run."""
 
-        def contiguous() -> Tensor:
-            weight = network.collector.collect(layer.weight, outs, ins, channels_last=False)
-            return convolve_plainly(layer, weight, x_BCHW.contiguous(), onto)
+    network: DynamicNetwork
+    path: str
+    layer: FoldedLayer
+    x_BCHW: Tensor
+    onto: Tensor | None
+    outs: Tensor | None
+    ins: Tensor | None
+    gate: Tensor | None
 
-        def streamed() -> Tensor:
-            return network.streamed_weights(path)(layer, x_BCHW, onto, outs, ins)
-
-        def product() -> Tensor:
-            assert ins is not None
-            rows = network.transposed_weights(path).index_select(0, ins)
-            return multiply(layer, rows, x_BCHW, onto)
-
-        ways = {"collect, channels last": channels_last}
-        if x_BCHW.is_cuda:
-            return ways
-        if ins is not None and outs is None and _is_product(layer):
-            ways["product"] = product
-        # Elsewhere all layers keep to one memory format: changing it would cost more than it gains.
-        if few_positions(layer, x_BCHW):
-            ways["collect"] = contiguous
-        if stream_pays(layer, x_BCHW):
-            ways["stream"] = streamed
+    def ways(self) -> list[str]:
+        """What is worth a trial."""
+        ways = ["collect"]
+        if direct_runs(self.layer, self.x_BCHW):
+            ways.append("direct")
+        if stream_pays(self.layer, self.x_BCHW):
+            ways.append("stream")
         return ways
 
+    def by_collecting(self) -> Tensor:
+        x = self.x_BCHW.contiguous(memory_format=torch.channels_last)
+        weight = self.network.collector.collect(self.layer.weight, self.outs, self.ins)
+        layer = self.layer
+        if self.outs is not None and layer.bias is not None:
+            layer = replace(layer, bias=layer.bias.index_select(0, self.outs))
+        return scale_channels(convolve(layer, weight, x, self.onto), self.gate)
 
-def _is_product(layer: FoldedLayer) -> bool:
-    """Whether a convolution is a matrix product at every position."""
-    return layer.weight.shape[2:] == (1, 1) and set(layer.stride) == {1}
+    def directly(self) -> Tensor:
+        direct = self.network.direct_convolution(self.path, self.x_BCHW.shape[2:])
+        return direct(self.x_BCHW, self.onto, self.outs, self.ins, self.gate)
+
+    def by_streaming(self) -> Tensor:
+        streamed = self.network.streamed_weights(self.path)
+        return streamed(self.layer, self.x_BCHW, self.onto, self.outs, self.ins, self.gate)
+
+
+WAYS = {"collect": _Call.by_collecting, "direct": _Call.directly, "stream": _Call.by_streaming}
 
 
 def _step(channels: Tensor | None, layer: FoldedLayer, side: int) -> int:
     if channels is None:
         return BUCKETS
-    return round(BUCKETS * len(channels) / layer.weight.shape[side])
+    return round(BUCKETS * channels.shape[0] / layer.weight.shape[side])

@@ -78,7 +78,7 @@ class SparseModel(DeepMoE):
         self.layers = fold(small, dtype)
         self.wiring = [_without_weights(small)]  # in a list: it is not to be taken for a submodule
         self.whole = FixedRunner(self.layers)
-        self.planner = Planner()
+        self.planner: Planner[Hashable] = Planner()
         self.graphs = GraphCache() if device.type == "cuda" else None
         self.dynamic = DynamicNetwork(self.wiring[0], self.layers, self.whole)
         self.small_networks: CodeNetworks | None = None

@@ -50,18 +50,16 @@ _floats, _integers, _longs = (
 
 @cfunc("void(voidptr)", cache=True, nopython=True)
 def collect(block):
-    """out[r, c] = source[rows[r], columns[c]], of arrays of shape (outputs, inputs, taps).
+    """out[r, k, c] = source[rows[r], columns[c], k], of a source (outputs, inputs, taps).
 
-    Arguments: inputs, taps, number of rows, of columns; how far apart columns and taps lie in a
-    row of the output; source, rows, columns, out.
+    Arguments: inputs, taps, number of rows, of columns; source, rows, columns, out.
     """
-    args = carray(block, 12, dtype=np.int64)
+    args = carray(block, 10, dtype=np.int64)
     inputs, taps, n_rows, n_columns = args[2], args[3], args[4], args[5]
-    column_step, tap_step = args[6], args[7]
-    source = carray(_floats(args[8]), 1)
-    rows = carray(_longs(args[9]), n_rows)
-    columns = carray(_longs(args[10]), n_columns)
-    out = carray(_floats(args[11]), (n_rows, n_columns * taps))
+    source = carray(_floats(args[6]), 1)
+    rows = carray(_longs(args[7]), n_rows)
+    columns = carray(_longs(args[8]), n_columns)
+    out = carray(_floats(args[9]), (n_rows, taps * n_columns))
     while True:
         piece = _claim(block)
         if piece >= args[1]:
@@ -69,24 +67,16 @@ def collect(block):
         for r in range(piece * ROWS, min((piece + 1) * ROWS, n_rows)):
             start = rows[r] * inputs * taps
             to = out[r]
-            if taps == 9 and tap_step == 1:  # constants let the compiler copy by vectors
-                for c in range(n_columns):
-                    at = start + columns[c] * 9
-                    for k in range(9):
-                        to[c * 9 + k] = source[at + k]
-            elif taps == 9:
+            if taps == 9:  # a constant lets the compiler copy by vectors
                 for c in range(n_columns):
                     at = start + columns[c] * 9
                     for k in range(9):
                         to[c + k * n_columns] = source[at + k]
-            elif taps == 1:
-                for c in range(n_columns):
-                    to[c] = source[start + columns[c]]
             else:
                 for c in range(n_columns):
                     at = start + columns[c] * taps
                     for k in range(taps):
-                        to[c * column_step + k * tap_step] = source[at + k]
+                        to[c + k * n_columns] = source[at + k]
 
 
 @cfunc("void(voidptr)", cache=True, nopython=True)
@@ -174,3 +164,54 @@ def stream(block):
                         low = (v0 * r0[o] + v1 * r1[o]) + (v2 * r2[o] + v3 * r3[o])
                         high = (v4 * r4[o] + v5 * r5[o]) + (v6 * r6[o] + v7 * r7[o])
                         s[o] += low + high
+
+
+@cfunc("void(voidptr)", cache=True, nopython=True)
+def finish(block):
+    """What `stream` has summed up, of active outputs: relu(sum + bias) * gate.
+
+    Arguments: outputs, positions, outputs of a block; sums (blocks, positions, outputs), the number
+    of each output, bias of all outputs, gate of each output, and to be filled: y (outputs,
+    positions); whether there is a ReLU.
+    """
+    args = carray(block, 11, dtype=np.int64)
+    outputs, positions, width = args[2], args[3], args[4]
+    sums = carray(_floats(args[5]), 1)
+    numbers = carray(_longs(args[6]), outputs)
+    bias = carray(_floats(args[7]), 1)
+    gate = carray(_floats(args[8]), outputs)
+    y = carray(_floats(args[9]), (outputs, positions))
+    least = np.float32(0.0) if args[10] else np.float32(-np.inf)
+    while True:
+        piece = _claim(block)
+        if piece >= args[1]:
+            break
+        for o in range(piece * outputs // args[1], (piece + 1) * outputs // args[1]):
+            number = numbers[o]
+            start = (number // width) * positions * width + number % width
+            for p in range(positions):
+                v = sums[start + p * width] + bias[number]
+                y[o, p] = (least if v < least else v) * gate[o]
+
+
+@cfunc("void(voidptr)", cache=True, nopython=True)
+def arrange(block):
+    """out[c, i] = x[c, places[i]], or zero where a place is negative.
+
+    Arguments: places, from one channel of x to the next; x, places, out.
+    """
+    args = carray(block, 7, dtype=np.int64)
+    count, step = args[2], args[3]
+    x = carray(_floats(args[4]), 1)
+    places = carray(_integers(args[5]), count)
+    out = carray(_floats(args[6]), (args[1], count))
+    while True:
+        c = _claim(block)
+        if c >= args[1]:
+            break
+        start = c * step
+        to = out[c]
+        for i in range(count):
+            place = places[i]
+            value = x[start + max(place, 0)]
+            to[i] = value if place >= 0 else np.float32(0.0)

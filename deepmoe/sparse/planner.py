@@ -2,18 +2,19 @@
 
 import statistics
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from deepmoe.timing import timed
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Hashable)
 TRIALS = 3  # timed runs of each way
 HOPELESS = 4.0  # a way that takes so many times as long as another is not tried again
 
 
-class Planner:
+class Planner(Generic[C]):
     """Measures every way a few times when a case comes up, then always takes the fastest.
 
     All ways give the same result, so that what is measured is also used: planning costs the time
@@ -21,12 +22,12 @@ class Planner:
     """
 
     def __init__(self) -> None:
-        self.times: dict[Hashable, dict[str, list[float]]] = {}
-        self.chosen: dict[Hashable, str] = {}
+        self.times: dict[C, dict[str, list[float]]] = {}
+        self.chosen: dict[C, str] = {}
 
     def run(
         self,
-        case: Hashable,
+        case: C,
         ways: Mapping[str, Callable[[], T]],
         device: torch.device,
         warm_up: int = 1,
@@ -49,10 +50,14 @@ class Planner:
         result, seconds = timed(ways[name], device)
         times[name].append(seconds)
         if not _open(times, warm_up):
-            counted = {n: t[warm_up:] for n, t in times.items()}
-            medians = {n: statistics.median(t) for n, t in counted.items() if t}
+            self.times[case] = {n: t[warm_up:] for n, t in times.items()}
+            medians = {n: self.median(case, n) for n, t in self.times[case].items() if t}
             self.chosen[case] = min(medians, key=lambda n: medians[n])
         return result
+
+    def median(self, case: C, way: str) -> float:
+        """How long a way takes, for a case that is decided."""
+        return statistics.median(self.times[case][way])
 
 
 def _open(times: Mapping[str, list[float]], warm_up: int) -> list[str]:

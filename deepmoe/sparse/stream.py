@@ -11,18 +11,13 @@ MOST_POSITIONS = 64  # beyond, a library's convolution is faster in any case
 LANES = 64  # blocks of outputs are multiples of it
 
 
-def few_positions(layer: FoldedLayer, x_BCHW: Tensor) -> bool:
-    """Whether a layer's time goes rather into its weights than into its activations."""
-    height, width = layer.output_size(x_BCHW.shape[-2], x_BCHW.shape[-1])
-    return 0 < height * width <= MOST_POSITIONS
-
-
 def stream_pays(layer: FoldedLayer, x_BCHW: Tensor) -> bool:
     """Whether streaming may be worth a trial: one image on a CPU, and few positions."""
     if x_BCHW.device.type != "cpu" or x_BCHW.dtype != torch.float32 or len(x_BCHW) != 1:
         return False
     same = all(len(set(pair)) == 1 for pair in (layer.stride, layer.padding, layer.dilation))
-    return same and few_positions(layer, x_BCHW)
+    height, width = layer.output_size(x_BCHW.shape[-2], x_BCHW.shape[-1])
+    return same and 0 < height * width <= MOST_POSITIONS
 
 
 class StreamedWeights:
@@ -38,6 +33,8 @@ class StreamedWeights:
         self.width = -(-share // LANES) * LANES
         blocks = -(-outputs // self.width)
         self.outputs = outputs
+        self.numbers, self.ones = torch.arange(outputs), torch.ones(outputs)
+        self.bias = layer.weight.new_zeros(outputs) if layer.bias is None else layer.bias
         padded = F.pad(layer.weight, (0,) * 6 + (0, blocks * self.width - outputs))
         self.rows = padded.reshape(blocks, self.width, -1).transpose(1, 2).contiguous()
 
@@ -48,8 +45,18 @@ class StreamedWeights:
         onto: Tensor | None,
         outs: Tensor | None,
         ins: Tensor | None,
+        gate: Tensor | None,
     ) -> Tensor:
-        """The convolution of one image, with bias and ReLU (and sum) as the layer has them."""
+        """The convolution of one image with bias, ReLU (and sum before it) and gate.
+
+        Args:
+            layer: all channels.
+            x_BCHW: active channels of one image.
+            onto: to add, with all outputs.
+            outs: numbers of the active outputs; `None` is all.
+            ins: numbers of the active inputs; `None` is all.
+            gate: of the active outputs.
+        """
         from deepmoe.sparse import numba_kernels as kernels
 
         height, width = layer.output_size(x_BCHW.shape[-2], x_BCHW.shape[-1])
@@ -75,11 +82,16 @@ class StreamedWeights:
             blocks,
             [*sizes, self.rows.data_ptr(), *lists, sums.data_ptr()],
         )
-        y_PC = sums.transpose(0, 1).reshape(positions, -1)
-        y_PC = y_PC[:, : self.outputs] if outs is None else y_PC.index_select(1, outs)
-        if layer.bias is not None:
-            y_PC = y_PC + layer.bias
-        y = y_PC.view(1, height, width, -1).permute(0, 3, 1, 2)
-        if onto is not None:
-            return F.relu(y + onto)
-        return F.relu(y) if layer.relu else y
+        count = self.outputs if outs is None else outs.shape[0]
+        y = torch.empty(1, count, height, width)
+        arrays = (
+            *(sums, self.numbers if outs is None else outs, self.bias),
+            *(self.ones if gate is None else gate, y),
+        )
+        relu = layer.relu and onto is None
+        run_on_threads(
+            kernels.finish.ctypes,
+            torch.get_num_threads(),
+            [count, positions, outputs, *[t.data_ptr() for t in arrays], relu],
+        )
+        return y if onto is None else F.relu(y + onto)

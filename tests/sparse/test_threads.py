@@ -21,8 +21,7 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("kernel", [1, 3, 5])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_collected_weights_equal_plain_indexing(kernel: int, channels_last: bool) -> None:
+def test_collected_weights_equal_plain_indexing(kernel: int) -> None:
     collector = Collector()
     for outputs, inputs in ((64, 40), (7, 3), (1, 1)):  # the second reuses the first one's memory
         weight = torch.randn(outputs, inputs, kernel, kernel)
@@ -30,7 +29,7 @@ def test_collected_weights_equal_plain_indexing(kernel: int, channels_last: bool
         ins = torch.randperm(inputs)[: -(-inputs // 2)].sort().values
         for rows in (outs, None):
             expected = (weight if rows is None else weight[rows])[:, ins]
-            found = collector.collect(weight, rows, ins, channels_last)
+            found = collector.collect(weight, rows, ins)
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
