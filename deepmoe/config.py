@@ -80,6 +80,8 @@ class LossConfig:
     embedding: Schedule = 1.0  # mu
     balance: float = 0.0  # load balancing for noisy top-k
     label_smoothing: float = 0.0
+    distillation: float = 0.0  # share of the task's loss that compares with train.teacher
+    distillation_temperature: float = 4.0  # by which both networks' logits are divided there
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class TrainConfig:
     nesterov: bool = False
     weight_decay: float = 5e-4
     seed: int = 0
+    start: str | None = None  # checkpoint whose base network, of the same widths, is started from
+    teacher: str | None = None  # checkpoint whose outputs are learnt from: loss.distillation
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
     budget_by_cost: bool = False  # press harder where a channel costs more
     channel_floor: float = 0.05  # share of each layer's channels that a budget leaves running
@@ -141,6 +145,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "data.unreadable_limit": (0, 1),
     "loss.balance": (0, HUGE),
     "loss.label_smoothing": (0, 1),
+    "loss.distillation": (0, 1),
+    "loss.distillation_temperature": (TINY, 1e3),
     "train.epochs": (1, 1e6),
     "train.finetune_epochs": (0, 1e6),
     "train.batch_size": (2, 1e7),  # batch norm needs more than one image
@@ -189,6 +195,8 @@ class RunConfig:
             raise UserError(f"data.scale must rise, not fall: {list(self.data.scale)}")
         if self.train.nesterov and not self.train.momentum:
             raise UserError("train.nesterov needs a train.momentum above 0")
+        if (self.train.teacher is None) != (self.loss.distillation == 0):
+            raise UserError("train.teacher and a loss.distillation above 0 need each other")
         if self.train.codes is not None and not self.train.finetune_epochs:
             raise UserError("train.codes needs a frozen stage: set train.finetune_epochs")
         if self.train.codes is not None and self.model.gates == "none":

@@ -21,6 +21,7 @@ class LossParts(NamedTuple):
     gates: Tensor
     embedding: Tensor
     balance: Tensor
+    distillation: Tensor
 
 
 class DeepMoELoss:
@@ -34,6 +35,9 @@ class DeepMoELoss:
         balance: weight of the load-balancing term for noisy top-k heads.
         label_smoothing: of the task's cross-entropy.
         ignore_index: label that does not count, such as 255 in segmentation.
+        distillation: share of the task's cross-entropy that gives way to the difference from a
+            teacher's outputs.
+        temperature: divides the logits of both before they are compared.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class DeepMoELoss:
         balance: float = 0.0,
         label_smoothing: float = 0.0,
         ignore_index: int = -100,
+        distillation: float = 0.0,
+        temperature: float = 4.0,
     ) -> None:
         if l1 not in ("sum", "mean"):
             raise ValueError(f"l1 is sum or mean, not {l1!r}")
@@ -54,6 +60,8 @@ class DeepMoELoss:
         self.balance = balance
         self.label_smoothing = label_smoothing
         self.ignore_index = ignore_index
+        self.distillation = distillation
+        self.temperature = temperature
 
     @classmethod
     def from_config(
@@ -67,6 +75,8 @@ class DeepMoELoss:
             balance=0.0 if frozen else config.balance,
             label_smoothing=config.label_smoothing,
             ignore_index=ignore_index,
+            distillation=config.distillation,
+            temperature=config.distillation_temperature,
         )
 
     def weights(self, epoch: float) -> tuple[float, float]:
@@ -83,8 +93,17 @@ class DeepMoELoss:
         targets: Tensor,
         sparsity: float | Tensor,
         embedding_weight: float | Tensor,
+        teacher_logits: Tensor | None = None,
     ) -> LossParts:
-        """Evaluates the objective with given lambda and mu, which may be tensors."""
+        """Evaluates the objective with given lambda and mu, which may be tensors.
+
+        Args:
+            output: of the model.
+            targets: labels of images, or of pixels.
+            sparsity: lambda.
+            embedding_weight: mu.
+            teacher_logits: of the same images, where there is a teacher.
+        """
         summed = F.cross_entropy(
             at_least_single(output.logits),
             targets,
@@ -93,17 +112,35 @@ class DeepMoELoss:
             reduction="sum",
         )
         # A batch may hold nothing but ignored pixels: zero then, not NaN.
-        task = summed / (targets != self.ignore_index).sum().clamp_min(1)
+        counted = targets != self.ignore_index
+        task = summed / counted.sum().clamp_min(1)
         none = torch.zeros_like(task)
-        gates = balance = embedding = none
+        gates = balance = embedding = distillation = none
+        weighted_task = task
+        if teacher_logits is not None:
+            difference = distance_from(teacher_logits, output.logits, self.temperature)
+            distillation = (difference * counted).sum() / counted.sum().clamp_min(1)
+            weighted_task = torch.lerp(task, distillation, self.distillation)
         if output.gates is not None:
             gates = gate_l1(output.gates, self.l1)
             if self.balance:
                 balance = load_imbalance(output.gates)
         if output.embedding_logits is not None:
             embedding = _image_cross_entropy(at_least_single(output.embedding_logits), targets)
-        total = task + sparsity * gates + embedding_weight * embedding + self.balance * balance
-        return LossParts(total, task, gates, embedding, balance)
+        regular = sparsity * gates + embedding_weight * embedding + self.balance * balance
+        return LossParts(weighted_task + regular, task, gates, embedding, balance, distillation)
+
+
+def distance_from(teacher_logits: Tensor, logits: Tensor, temperature: float) -> Tensor:
+    """Kullback-Leibler divergence from a teacher's softened outputs, for each image or pixel.
+
+    Times the squared temperature, so that its gradient keeps its size.
+    """
+    ours, theirs = (
+        F.log_softmax(at_least_single(z) / temperature, dim=1) for z in (logits, teacher_logits)
+    )
+    divergence = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(dim=1)
+    return temperature**2 * divergence
 
 
 def _image_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import click
 
 from deepmoe.cli.bench import bench
 from deepmoe.cli.common import json_option, parse_size, parse_widths, print_table, set_option
+from deepmoe.cli.sweep import sweep
 from deepmoe.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(sweep)
 
 out_option = click.option(
     "--out", type=click.Path(path_type=Path), help="Folder of the run. [default: runs/PRESET]"

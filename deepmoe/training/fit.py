@@ -73,6 +73,9 @@ def fit(
     state = TrainState()
     if resume and store.last.exists():
         state = _restore(store.last, config, model, optimizer)
+    elif train.start is not None:
+        _start_from(train.start, model)
+    teacher = None if train.teacher is None else _load_teacher(train.teacher, model)
     if train.sync_bn:
         synchronise_bn(model, fabric)
     log = None
@@ -89,8 +92,29 @@ def fit(
             quiet=quiet,
             tensorboard=train.tensorboard,
         )
-    result = Trainer(config, fabric, model, optimizer, data, store, log, state).run()
+    result = Trainer(config, fabric, model, optimizer, data, store, log, state, teacher).run()
     return FitResult(model, result, data, store.last, out / METRICS_NAME)
+
+
+def _start_from(path: str, model: DeepMoE) -> None:
+    """Copies the weights of a checkpoint's base network."""
+    try:
+        model.backbone.load_state_dict(load_checkpoint(path).model.backbone.state_dict())
+    except RuntimeError as error:
+        raise UserError(f"the base network of {path} has other layers or widths") from error
+
+
+def _load_teacher(path: str, model: DeepMoE) -> DeepMoE:
+    """A trained network on the device of the one to train."""
+    parameter = next(model.parameters())
+    teacher = load_checkpoint(path).model.to(parameter.device, parameter.dtype)
+    if teacher.backbone.classes != model.backbone.classes:
+        raise UserError(
+            f"{path} tells {teacher.backbone.classes} classes apart, not {model.backbone.classes}"
+        )
+    if parameter.is_cuda:
+        teacher.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return teacher.requires_grad_(False)
 
 
 def _calibrates(config: RunConfig) -> bool:

@@ -21,12 +21,19 @@ class StepResult(NamedTuple):
 
 
 class Objective(nn.Module):
-    """Model, loss and figures of a batch as one module, for compilers to work on."""
+    """Model, loss and figures of a batch as one module, for compilers to work on.
 
-    def __init__(self, model: DeepMoE, loss: DeepMoELoss) -> None:
+    Args:
+        model: to train.
+        loss: the objective.
+        teacher: whose outputs the loss compares with; in evaluation mode.
+    """
+
+    def __init__(self, model: DeepMoE, loss: DeepMoELoss, teacher: DeepMoE | None = None) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
+        self.teacher = teacher
 
     def forward(
         self, x_BCHW: Tensor, labels: Tensor, sparsity: Tensor, embedding_weight: Tensor
@@ -36,7 +43,11 @@ class Objective(nn.Module):
         The figures are the loss's parts, hits, counted labels and 1.
         """
         output = self.model(x_BCHW)
-        parts = self.loss.weighted(output, labels, sparsity, embedding_weight)
+        teacher_logits = None
+        if self.teacher is not None:
+            with torch.no_grad():
+                teacher_logits = self.teacher(x_BCHW).logits
+        parts = self.loss.weighted(output, labels, sparsity, embedding_weight, teacher_logits)
         counted = labels != self.loss.ignore_index
         hits = ((output.logits.argmax(dim=1) == labels) & counted).sum()
         ones = torch.ones_like(parts.total)

@@ -50,6 +50,7 @@ class Trainer:
         store: of checkpoints.
         log: of metrics; `None` in all processes but one.
         state: how far the run is.
+        teacher: whose outputs are learnt from, if there is one.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Trainer:
         store: CheckpointStore,
         log: RunLog | None,
         state: TrainState,
+        teacher: DeepMoE | None = None,
     ) -> None:
         self.config = config
         self.fabric = fabric
@@ -71,6 +73,7 @@ class Trainer:
         self.store = store
         self.log = log
         self.state = state
+        self.teacher = teacher
         self.interrupts = Interrupts()
         self.budget = self._make_budget()
         codes = config.train.codes
@@ -109,7 +112,7 @@ class Trainer:
         """A stage's training step: frozen where it is, compiled and captured where that pays."""
         set_stage(self.model, stage)
         train, on_cuda = self.config.train, self.fabric.device.type == "cuda"
-        objective = Objective(self.model, self._loss(stage))
+        objective = Objective(self.model, self._loss(stage), self.teacher)
         if train.compile == "on" or (train.compile == "auto" and on_cuda):
             objective.compile(dynamic=False)
         wrapped, optimizer = self.fabric.setup(objective, self.optimizer)
@@ -308,6 +311,7 @@ def epoch_figures(totals: Tensor) -> dict[str, float]:
         "task_loss": means["task"],
         "gate_l1": means["gates"],
         "embedding_loss": means["embedding"],
+        "distillation_loss": means["distillation"],
         "train_accuracy": correct / max(1.0, labels),
     }
 
