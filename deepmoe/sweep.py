@@ -203,9 +203,7 @@ def _with_paths(run: Run, out: Path) -> RunConfig:
         return str(CheckpointStore(out / name, keep=0).last)
 
     train = run.config.train
-    train = dataclasses.replace(
-        train, start=resolved(train.start), teacher=resolved(train.teacher)
-    )
+    train = dataclasses.replace(train, start=resolved(train.start), teacher=resolved(train.teacher))
     return dataclasses.replace(run.config, train=train)
 
 

@@ -171,9 +171,9 @@ def sparse_table(device: str) -> str:
     return "\n\n".join([_markdown(header, rows), *map(_origin, results)])
 
 
-def sparse_grid_table() -> str:
+def sparse_grid_table(device: str) -> str:
     """Time against density and batch size."""
-    result = _read_result("sparse_grid_cpu")
+    result = _read_result(f"sparse_grid_{device}")
     keys = ("dense_wide", "presliced", "masked", "dynamic", "codebook")
     rows = [
         (v["batch"], f"{v['density']:.2f}", *(f"{v[f'{key}_ms']:.2f}" for key in keys))
@@ -218,7 +218,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "camvid": camvid_table,
     "sparse-cpu": partial(sparse_table, "cpu"),
     "sparse-gpu": partial(sparse_table, "gpu"),
-    "sparse-grid": sparse_grid_table,
+    "sparse-grid": partial(sparse_grid_table, "cpu"),
+    "sparse-grid-gpu": partial(sparse_grid_table, "gpu"),
     "profile-cpu": sparse_profile_cpu_table,
     "profile-gpu": sparse_profile_gpu_table,
 }

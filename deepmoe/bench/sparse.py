@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepmoe.backbones import Backbone, Runner
 from deepmoe.bench.subjects import Subject
-from deepmoe.model import DeepMoE
+from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.ops import onto_stream
 from deepmoe.sparse import sparsify
 from deepmoe.sparse.convolution import convolve_plainly
@@ -25,6 +25,7 @@ from deepmoe.timing import timed
 
 TRIAL_ROUNDS = 3  # to find a contender's best way
 PLANNING_RUNS = 40  # at most, until the engine has decided on its ways
+SAME_GATE = 0.05  # gates that differ by this share of the largest one are another route
 CAPTURING_RUNS = 3  # at least, until CUDA graphs are captured
 Call = Callable[[], Tensor]
 
@@ -42,16 +43,18 @@ def bench_sparse(
 
     Returns:
         Medians in milliseconds and their spreads; the largest relative error of the outputs
-        against the masked-dense model; peak memory. The dense networks run in their best memory
-        format, with `torch.compile` or without, whatever is fastest. `_packed_ms` are the same
-        networks by the engine's own fused calls, for a comparison of channels alone; `masked_ms`
+        against the masked-dense model, over the images that take the same route in both, and how
+        many do not (in half precision, rounding decides ties); peak memory. The dense networks
+        run in their best memory format, with `torch.compile` or without, whatever is fastest.
+        `_packed_ms` are the same networks by the engine's own fused calls, for a comparison of
+        channels alone; `masked_ms`
         is the gated model itself, as it runs without the engine.
     """
     # PyTorch limits how often one function is compiled, but here that is all it does.
     with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=1000):
         runs = _Contenders(subject, dtype, compile_dense)
         seconds = _interleaved(runs.calls, rounds, subject.images.device)
-        error = max(runs.errors())
+        errors, rerouted = zip(*runs.differences(), strict=True)
     medians = {f"{name}_ms": 1e3 * statistics.median(t) for name, t in seconds.items()}
     images = subject.images
     return {
@@ -59,7 +62,8 @@ def bench_sparse(
         "codebook_ms": medians.get("codebook_ms"),
         "spread_ms": {name: [1e3 * min(t), 1e3 * max(t)] for name, t in seconds.items()},
         "ways": runs.ways,
-        "max_error": error,
+        "max_error": max(errors),
+        "rerouted": max(rerouted),
         "routes": runs.routes,
         "batch": len(images),
         "input": list(images.shape[2:]),
@@ -97,7 +101,7 @@ class _Contenders:
         }
         for name, (wiring, layers) in networks.items():
             self._add_dense(name, wiring, layers, compile_dense)
-        self.calls["masked"] = lambda: self._reference(model)
+        self.calls["masked"] = lambda: self._reference(model).logits
         self.dynamic = sparsify(model, dtype=dtype)
         self._add_sparse("dynamic", self.dynamic)
         self.coded = None
@@ -105,20 +109,27 @@ class _Contenders:
             self.coded = sparsify(subject.coded, dtype=dtype)
             self._add_sparse("codebook", self.coded)
 
-    def errors(self) -> Iterable[float]:
-        """Relative errors of the sparse models' logits against the masked-dense ones."""
+    def differences(self) -> Iterable[tuple[float, int]]:
+        """Each sparse model's largest relative error, and how many images it routes differently."""
         pairs = [(self.subject.dynamic, self.dynamic), (self.subject.coded, self.coded)]
         for model, sparse in pairs:
             if model is not None and sparse is not None:
-                expected = self._reference(model).float()
-                difference = sparse(self.subject.images).logits.float() - expected
-                yield float(difference.abs().max() / expected.abs().max())
+                expected, ours = self._reference(model), sparse(self.subject.images)
+                assert expected.gates is not None and ours.gates is not None
+                theirs_BC, ours_BC = torch.cat(expected.gates, dim=1), torch.cat(ours.gates, dim=1)
+                apart_B = (theirs_BC - ours_BC).abs().amax(dim=1)
+                alike = apart_B <= SAME_GATE * theirs_BC.max().clamp_min(1e-6)
+                logits = expected.logits.float()
+                difference = (ours.logits.float() - logits)[alike].abs()
+                largest = difference.max() if alike.any() else difference.new_zeros(())
+                yield float(largest / logits.abs().max()), int((~alike).sum())
 
-    def _reference(self, model: DeepMoE) -> Tensor:
-        """Logits of the model as it is: all channels, multiplied by gates."""
+    def _reference(self, model: DeepMoE) -> DeepMoEOutput:
+        """Outputs of the model as it is: all channels, multiplied by gates."""
         half = self.dtype in (torch.bfloat16, torch.float16)
         with torch.autocast(self.device.type, self.dtype, enabled=half):
-            return model(self.subject.images).logits
+            output: DeepMoEOutput = model(self.subject.images)
+            return output
 
     def _add_dense(
         self, name: str, wiring: Backbone, layers: dict[str, FoldedLayer], compile_: bool

@@ -9,6 +9,8 @@ import click
 from deepmoe.cli.common import json_option, parse_size, print_table, save_option, set_option
 from deepmoe.errors import UserError
 
+ROUNDS = 15  # timed runs, unless asked for others
+
 
 @click.group()
 def bench() -> None:
@@ -82,7 +84,7 @@ def bench_input_verb(root: str | None, images: int, as_json: bool, save: Path | 
 @click.option("--codes", type=int, help="Also measure a codebook of so many routes.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there]")
 @click.option("--input", "size", metavar="PX", help="Pixels a side, or HEIGHTxWIDTH.")
-@click.option("--rounds", type=int, default=15, show_default=True, help="Timed runs of each.")
+@click.option("--rounds", type=int, default=ROUNDS, show_default=True, help="Timed runs of each.")
 @click.option("--compile/--no-compile", "compile_dense", default=True, help="For dense networks.")
 @json_option
 @save_option
@@ -153,7 +155,9 @@ def bench_sparse_verb(
             codes=codes,
             device=device,
             input=size,
+            rounds=rounds if rounds != ROUNDS else None,
         )
+        command += "" if compile_dense else " --no-compile"
         write_result(save, values, command=command, seed=0, device=device)
     if as_json:
         click.echo(json.dumps(values, indent=2))
@@ -179,6 +183,7 @@ def _print_sparse(values: dict[str, Any]) -> None:
     click.echo(
         f"density {values['density']:.2f}, batch {values['batch']}, {values['routes']} routes, "
         f"largest error {values['max_error']:.1e}"
+        + (f", {values['rerouted']} images on another route" if values["rerouted"] else "")
     )
 
 

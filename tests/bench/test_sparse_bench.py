@@ -22,6 +22,7 @@ KEYS = {
     "dynamic_ms",
     "codebook_ms",
     "max_error",
+    "rerouted",
     "batch",
     "density",
     "device",
