@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from deepmoe.config import RunConfig, apply_overrides, config_to_toml, load_config
+from deepmoe.config import DataConfig, RunConfig, apply_overrides, config_to_toml, load_config
 from deepmoe.errors import UserError
 from deepmoe.results import write_result
 from deepmoe.structure import structured
@@ -226,9 +226,10 @@ def _collect(run: Run, code: int, out: Path, results: Path, command: str) -> boo
     if code or not lines:
         print(f"{run.name}: failed, see {folder / 'log.txt'}", flush=True)
         return False
+    data = dataclasses.replace(run.config.data, root=DataConfig().root)  # it says nothing elsewhere
     values = {
         "run": run.name,
-        "config": config_to_toml(run.config),
+        "config": config_to_toml(dataclasses.replace(run.config, data=data)),
         "seconds": sum(line.get("seconds", 0.0) for line in lines),
         "last": lines[-1],
     }

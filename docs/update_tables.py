@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepmoe.costs import format_macs, zoo_costs
+from deepmoe.sweep import read_grid, summary
 
 ROOT = Path(__file__).parents[1]
 
@@ -203,6 +204,31 @@ def sparse_profile_gpu_table() -> str:
     return f"{_markdown(['part', 'ms'], rows)}\n\n{_origin(result)} ({result['command']})"
 
 
+def sweep_table(name: str) -> str:
+    """Mean and deviation of each run of a sweep, as far as it is done."""
+    grid = read_grid(ROOT / "sweeps" / f"{name}.toml")
+    folder = ROOT / "results" / name
+    rows = [
+        (
+            row["run"],
+            row["seeds"],
+            _percent(row, "accuracy"),
+            "" if "macs" not in row else format_macs(row["macs"]),
+        )
+        for row in summary(grid, folder)
+    ]
+    one = json.loads(next(iter(sorted(folder.glob("*.json")))).read_text(encoding="utf-8"))
+    header = ["run", "seeds done", f"accuracy ({one['values']['last']['evaluated_on']})", "MACs"]
+    return f"{_markdown(header, rows)}\n\n{_origin(one)}"
+
+
+def _percent(row: dict[str, Any], key: str) -> str:
+    if key not in row:
+        return ""
+    spread = f" ± {100 * row[f'{key}_deviation']:.2f}" if f"{key}_deviation" in row else ""
+    return f"{100 * row[key]:.2f}%{spread}"
+
+
 def _milliseconds(values: dict[str, Any], key: str) -> str:
     low, high = values["spread_ms"][key]
     return f"{values[f'{key}_ms']:.2f} ({low:.2f} to {high:.2f})"
@@ -220,10 +246,14 @@ PARTS: dict[str, Callable[[], str]] = {
     "sparse-gpu": partial(sparse_table, "gpu"),
     "sparse-grid": partial(sparse_grid_table, "cpu"),
     "sparse-grid-gpu": partial(sparse_grid_table, "gpu"),
+    "vgg16-narrow-first": partial(sweep_table, "vgg16_narrow_first"),
     "profile-cpu": sparse_profile_cpu_table,
     "profile-gpu": sparse_profile_gpu_table,
 }
-DOCUMENTS = [ROOT / "README.md", *(ROOT / "docs" / f"{n}.md" for n in ("results", "sparse-engine"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{n}.md" for n in ("results", "sparse-engine", "recipe")),
+]
 
 
 def filled(text: str) -> str:

@@ -130,7 +130,7 @@ def test_training_can_be_resumed_and_overwritten(checkpoint, tmp_path) -> None:
         (["train", "quickstart", "--set", "embedding.widths=[]"], ["widths"]),
         (["train", "quickstart", "--out", "/proc/nowhere"], ["cannot write"]),
         (["quickstart", "--set", "model.gates=none"], ["model.gates"]),
-        (["eval", "x", "--set", "model.name=vgg16"], ["eval takes"]),
+        (["eval", "x", "--set", "model.name=vgg16"], ["only data"]),
     ],
     ids=lambda value: " ".join(value) if value[0] in main.commands else "",
 )

@@ -84,3 +84,16 @@ def test_load_imbalance_is_zero_when_experts_share_the_work() -> None:
 def test_unknown_reduction_is_refused() -> None:
     with pytest.raises(ValueError, match="sum or mean"):
         DeepMoELoss(l1="max")
+
+
+def test_a_teacher_takes_its_share_of_the_task() -> None:
+    output = DeepMoEOutput(torch.randn(4, 3), None, None)
+    labels, teacher = torch.tensor([0, 2, -100, 1]), torch.randn(4, 3)
+    loss = DeepMoELoss(distillation=0.7, temperature=2.0)
+    parts = loss.weighted(output, labels, 0.0, 0.0, teacher)
+    counted = [0, 1, 3]
+    ours, theirs = ((z[counted] / 2).softmax(dim=1) for z in (output.logits, teacher))
+    expected = 4 * (theirs * (theirs / ours).log()).sum(dim=1).mean()
+    torch.testing.assert_close(parts.distillation, expected)
+    torch.testing.assert_close(parts.total, 0.3 * parts.task + 0.7 * expected)
+    assert loss.weighted(output, labels, 0.0, 0.0, output.logits).distillation.abs() < 1e-6

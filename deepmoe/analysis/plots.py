@@ -79,6 +79,19 @@ def macs_histogram(record: GateRecord) -> Figure:
     return figure
 
 
+def cost_curve_plot(curves: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
+    """Accuracy against the share of the dense MACs, for each named list of evaluations."""
+    figure = Figure(figsize=(5, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for name, points in curves.items():
+        shares = [100 * p["macs_share"] for p in points]
+        axes.plot(shares, [100 * p["accuracy"] for p in points], marker="o", label=name)
+    axes.set(xlabel="MACs, % of dense", ylabel="accuracy, %")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    return figure
+
+
 def as_data_uri(figure: Figure) -> str:
     """The figure as an SVG image that can stand inside a page."""
     buffer = io.BytesIO()

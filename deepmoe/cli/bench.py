@@ -6,7 +6,14 @@ from typing import Any
 
 import click
 
-from deepmoe.cli.common import json_option, parse_size, print_table, save_option, set_option
+from deepmoe.cli.common import (
+    json_option,
+    parse_numbers,
+    parse_size,
+    print_table,
+    save_option,
+    set_option,
+)
 from deepmoe.errors import UserError
 
 ROUNDS = 15  # timed runs, unless asked for others
@@ -116,8 +123,8 @@ def bench_sparse_verb(
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     trained = Path(model).is_file()
-    densities = [None] if trained else _numbers("--density", density, float)
-    batches = _numbers("--batch", batch, int)
+    densities = [None] if trained else parse_numbers("--density", density, float)
+    batches = parse_numbers("--batch", batch, int)
     if rounds < 1 or min(batches) < 1:
         raise UserError("--rounds and --batch must be at least 1")
 
@@ -185,13 +192,6 @@ def _print_sparse(values: dict[str, Any]) -> None:
         f"largest error {values['max_error']:.1e}"
         + (f", {values['rerouted']} images on another route" if values["rerouted"] else "")
     )
-
-
-def _numbers(option: str, text: str, kind: type) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(f"{option} takes a number, or several with commas, not {text!r}") from None
 
 
 def _phases(values: dict[str, Any], name: str) -> str:

@@ -1,7 +1,7 @@
 """What several verbs share: options, parsers of values, tables."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,6 +33,14 @@ def parse_widths(text: str | None) -> str | tuple[int, ...] | None:
         raise UserError(
             f"--widths takes a name or whole numbers with commas, not {text!r}"
         ) from None
+
+
+def parse_numbers(option: str, text: str, kind: type) -> list[Any]:
+    """Numbers with commas between them."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{option} takes a number, or several with commas, not {text!r}") from None
 
 
 def parse_size(text: str) -> tuple[int, int]:

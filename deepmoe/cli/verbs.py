@@ -9,11 +9,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deepmoe.cli.bench import bench
-from deepmoe.cli.common import json_option, parse_size, parse_widths, print_table, set_option
+from deepmoe.cli.common import (
+    json_option,
+    parse_numbers,
+    parse_size,
+    parse_widths,
+    print_table,
+    save_option,
+    set_option,
+)
 from deepmoe.cli.sweep import sweep
 from deepmoe.errors import UserError
 
 if TYPE_CHECKING:
+    from lightning_fabric import Fabric
+
+    from deepmoe.data import DataSource
+    from deepmoe.model import DeepMoE
     from deepmoe.training.trainer import Result
 
 
@@ -99,27 +111,9 @@ def evaluate_checkpoint(
     """Evaluate CHECKPOINT on the data it was trained for, or on what --set data... names."""
     import torch
 
-    from deepmoe.config import apply_overrides
-    from deepmoe.data import open_data
-    from deepmoe.training import load_checkpoint
-    from deepmoe.training.distributed import make_fabric
     from deepmoe.training.trainer import evaluate_on
 
-    for item in overrides:
-        if not item.startswith(("data.", "train.device", "train.precision")):
-            raise UserError(
-                f"eval takes --set data..., train.device or train.precision, not {item}"
-            )
-    loaded = load_checkpoint(checkpoint)
-    config = apply_overrides(loaded.config, overrides)
-    fabric = make_fabric(config.train)
-    data = open_data(
-        config.data,
-        batch_size=config.train.batch_size,
-        device=fabric.device,
-        info=loaded.info,
-    )
-    model = loaded.model.to(fabric.device)
+    model, data, fabric = _open_for_evaluation(checkpoint, overrides)
     if sparse:
         from deepmoe.sparse import sparsify
 
@@ -133,6 +127,56 @@ def evaluate_checkpoint(
         click.echo(json.dumps(values, indent=2))
     else:
         _print_evaluation(result)
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@set_option
+@click.option(
+    "--thresholds",
+    default="0,0.25,0.5,0.75,1,1.25,1.5",
+    show_default=True,
+    help="In units of each layer's mean open gate; smaller gates are closed.",
+)
+@click.option("--plot", type=click.Path(path_type=Path), help="Also draw the curve, as a PNG.")
+@json_option
+@save_option
+def curve(
+    checkpoint: Path,
+    overrides: tuple[str, ...],
+    thresholds: str,
+    plot: Path | None,
+    as_json: bool,
+    save: Path | None,
+) -> None:
+    """Accuracy against cost of one CHECKPOINT: closes its small gates, more and more of them."""
+    from deepmoe.results import write_result
+    from deepmoe.training.curve import cost_curve
+
+    levels = parse_numbers("--thresholds", thresholds, float)
+    if min(levels) < 0:
+        raise UserError("--thresholds must not be negative")
+    model, data, fabric = _open_for_evaluation(checkpoint, overrides)
+    if data.info.task != "classification":
+        raise UserError("curve takes models that classify images")
+    with fabric.autocast():
+        points = cost_curve(model, data.evaluation, levels)
+    values = [{"threshold": p.threshold, **p.result.as_dict()} for p in points]
+    if save is not None:
+        command = f"deepmoe curve {checkpoint.name} --thresholds {thresholds}"
+        write_result(save, values, command=command, seed=0, device=fabric.device)
+    if plot is not None:
+        from deepmoe.analysis.plots import cost_curve_plot
+
+        cost_curve_plot({checkpoint.stem: values}).savefig(plot)
+    if as_json:
+        click.echo(json.dumps(values, indent=2))
+        return
+    rows = []
+    for p in points:
+        cost = f"{p.result.macs:.4g}", f"{p.result.macs_share:.3f}"
+        rows.append((f"{p.threshold:g}", *cost, f"{100 * p.result.accuracy:.2f} %"))
+    print_table(("threshold", "MACs", "of dense", "accuracy"), rows)
 
 
 @main.command()
@@ -273,3 +317,25 @@ def _print_evaluation(result: "Result") -> None:
         ("active channels", f"{result.active:.1%}"),
     ]
     print_table(("", ""), rows)
+
+
+def _open_for_evaluation(
+    checkpoint: Path, overrides: tuple[str, ...]
+) -> "tuple[DeepMoE, DataSource, Fabric]":
+    """A checkpoint's model on its device, and the data to evaluate it on."""
+    from deepmoe.config import apply_overrides
+    from deepmoe.data import open_data
+    from deepmoe.training import load_checkpoint
+    from deepmoe.training.distributed import make_fabric
+
+    for item in overrides:
+        if not item.startswith(("data.", "train.device", "train.precision")):
+            raise UserError(
+                f"only data..., train.device and train.precision can be --set here, not {item}"
+            )
+    loaded = load_checkpoint(checkpoint)
+    config = apply_overrides(loaded.config, overrides)
+    fabric = make_fabric(config.train)
+    batch_size = config.train.batch_size
+    data = open_data(config.data, batch_size=batch_size, device=fabric.device, info=loaded.info)
+    return loaded.model.to(fabric.device), data, fabric

@@ -302,3 +302,27 @@ def test_a_wrong_class_count_is_named(tmp_path) -> None:
 def test_a_missing_gpu_is_named(tmp_path) -> None:
     with pytest.raises(UserError, match="no usable CUDA device"):
         run(tiny_config("train.device=cuda"), tmp_path)
+
+
+def test_a_run_starts_from_another_and_learns_from_it(whole_run, tmp_path) -> None:
+    before = load_checkpoint(whole_run.checkpoint).model.backbone.state_dict()
+    path = whole_run.checkpoint
+    taught = ["loss.distillation=1", f"train.teacher={path}", f"train.start={path}"]
+    one_step = ["train.epochs=1", "train.finetune_epochs=0", "train.lr=1e-12"]
+    config = tiny_config(*taught, *one_step, "train.weight_decay=0")
+    result = run(config, tmp_path / "student")
+    for name, tensor in result.model.backbone.named_parameters():
+        torch.testing.assert_close(tensor.cpu(), before[name])
+    assert read_metrics(result.metrics)[-1]["distillation_loss"] > 0
+    for wrong, message in (
+        (["model.wide=2", "model.widths=[8, 8, 8, 8, 8, 8, 8, 8, 8]"], "widths"),
+        (["model.classes=11"], "classes"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(tiny_config(*taught, *one_step, *wrong), tmp_path / wrong[0])
+
+
+def test_a_teacher_and_its_share_need_each_other() -> None:
+    for alone in ("loss.distillation=0.5", "train.teacher=x.safetensors"):
+        with pytest.raises(UserError, match="need each other"):
+            tiny_config(alone)

@@ -1,0 +1,45 @@
+"""Accuracy against cost from one trained model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from helpers import tiny_config
+
+from deepmoe.cli import main
+from deepmoe.errors import UserError
+from deepmoe.layers import GateHeads
+from deepmoe.registry import create_model
+from deepmoe.training import fit
+from deepmoe.training.curve import ThresholdHeads, cost_curve
+
+
+def test_small_gates_are_closed_and_others_left_as_they_are() -> None:
+    gates = (torch.tensor([[0.1, 0.5, 0.0]]), torch.tensor([[3.0, 1.0]]))
+    heads = GateHeads(1, [3, 2])
+    heads.weight.data = torch.cat(gates, dim=1).T.clone()
+    first, second = ThresholdHeads(heads, [0.3, 2.0])(torch.ones(1, 1))
+    assert first.tolist() == [[0.0, 0.5, 0.0]] and second.tolist() == [[3.0, 0.0]]
+
+
+def test_cost_falls_as_the_threshold_rises(tmp_path: Path) -> None:
+    result = fit(tiny_config(), tmp_path / "run", quiet=True)
+    points = cost_curve(result.model, result.data.evaluation, [0.0, 0.5, 1.0, 1e6])
+    macs = [p.result.macs for p in points]
+    assert macs == sorted(macs, reverse=True) and macs[0] > macs[1] > macs[-1]
+    assert points[0].result == result.evaluation  # nothing closed: the model itself
+    assert points[-1].result.active == 0
+    plot, arguments = tmp_path / "curve.png", ["curve", str(result.checkpoint)]
+    arguments += ["--thresholds", "0,1", "--json", "--plot", str(plot)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 0 and plot.stat().st_size > 0
+    printed = json.loads(done.output)
+    assert [p["threshold"] for p in printed] == [0, 1]
+    assert printed[1]["macs"] == pytest.approx(macs[2])
+
+
+def test_a_dense_network_is_refused() -> None:
+    with pytest.raises(UserError, match="no gates"):
+        cost_curve(create_model("vgg11", gates="none"), [], [0.0])
