@@ -314,12 +314,9 @@ def test_a_run_starts_from_another_and_learns_from_it(whole_run, tmp_path) -> No
     for name, tensor in result.model.backbone.named_parameters():
         torch.testing.assert_close(tensor.cpu(), before[name])
     assert read_metrics(result.metrics)[-1]["distillation_loss"] > 0
-    for wrong, message in (
-        (["model.wide=2", "model.widths=[8, 8, 8, 8, 8, 8, 8, 8, 8]"], "widths"),
-        (["model.classes=11"], "classes"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run(tiny_config(*taught, *one_step, *wrong), tmp_path / wrong[0])
+    wider = tiny_config(*taught, *one_step, "model.widths=[8, 8, 8, 8, 8, 8, 8, 8, 8]")
+    with pytest.raises(UserError, match="widths"):
+        run(wider, tmp_path / "wider")
 
 
 def test_a_teacher_and_its_share_need_each_other() -> None:
