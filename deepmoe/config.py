@@ -45,6 +45,7 @@ class HeadsConfig:
     kind: Literal["relu", "noisy-topk"] = "relu"
     init: str | None = None  # ones, uniform(a, b) or normal(m, s); None: the kind's own default
     share: float = 0.5  # of a layer's channels that noisy top-k keeps
+    group: int = 1  # of ReLU heads: neighbouring channels that share one gate
     revive: float | None = None  # gradient of closed ReLU gates; None: 0.1 with a budget, else 0
 
 
@@ -130,6 +131,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.wide": (1e-3, 1e3),
     "embedding.dim": (1, 1e5),
     "heads.share": (TINY, 1),
+    "heads.group": (1, 1e5),
     "heads.revive": (0, 1),
     "data.size": (1, 1e5),
     "data.holdout": (0, HUGE),

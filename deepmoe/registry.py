@@ -162,7 +162,8 @@ def model_options(model: ModelConfig) -> dict[str, Any]:
 def _make_heads(dim: int, backbone: Backbone, config: HeadsConfig) -> GateHeads | NoisyTopKHeads:
     init = {} if config.init is None else {"init": config.init}
     if config.kind == "relu":
-        return GateHeads(dim, backbone.gate_widths, revive=config.revive or 0.0, **init)
+        revive = config.revive or 0.0
+        return GateHeads(dim, backbone.gate_widths, revive=revive, group=config.group, **init)
     return NoisyTopKHeads(dim, backbone.gate_widths, share=config.share, **init)
 
 

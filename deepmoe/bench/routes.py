@@ -33,7 +33,7 @@ def set_routes(
     weight, routes = model.heads.weight, model.heads.weight.shape[1]
     random = torch.rand(weight.shape, generator=generator, device=device)
     start = 0
-    for width in model.heads.widths:
+    for width in model.heads.rows:
         layer = slice(start, start + width)
         runs = round(density * width)
         # As many channels as asked for, exactly: those whose random number is among the largest.
@@ -52,7 +52,7 @@ def set_routes(
 def routes_as_codebook(model: DeepMoE) -> DeepMoE:
     """The model with a codebook of the routes that its heads know."""
     assert isinstance(model.heads, GateHeads)
-    codes_KC = model.heads.weight.detach().T.relu()
+    codes_KC = model.heads.per_channel(model.heads.weight.detach().T.relu(), dim=1)
     book = RouteCodebook(codes_KC, torch.ones_like(codes_KC[0]), model.heads.widths)
     return DeepMoE(model.embedding, model.heads, model.backbone, book).eval()
 

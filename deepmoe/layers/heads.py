@@ -26,19 +26,38 @@ class GateHeads(nn.Module):
         init: `ones`, `uniform(a, b)` or `normal(m, s)`.
         revive: share of its gradient that a closed gate still gets, so that it can open again;
             0 is plain ReLU.
+        group: channels that share one gate: neighbours, within a layer.
     """
 
     def __init__(
-        self, dim: int, widths: Sequence[int], *, init: str = "ones", revive: float = 0.0
+        self,
+        dim: int,
+        widths: Sequence[int],
+        *,
+        init: str = "ones",
+        revive: float = 0.0,
+        group: int = 1,
     ) -> None:
         super().__init__()
         self.widths = list(widths)
+        self.rows = [-(-width // group) for width in widths]  # gates of each layer
         self.revive = revive
-        self.weight = nn.Parameter(torch.empty(sum(widths), dim))
+        self.group = group
+        self.weight = nn.Parameter(torch.empty(sum(self.rows), dim))
         initialise(self.weight, init)
 
     def forward(self, e_BD: Tensor) -> Gates:
-        return _relu(project(e_BD, self.weight), self.revive).split(self.widths, dim=1)
+        gates = _relu(project(e_BD, self.weight), self.revive)
+        return self.per_channel(gates, dim=1).split(self.widths, dim=1)
+
+    def per_channel(self, rows: Tensor, dim: int) -> Tensor:
+        """What there is one of for each gate, for each channel."""
+        if self.group == 1:
+            return rows
+        layers = zip(rows.split(self.rows, dim=dim), self.widths, strict=True)
+        # A layer's last group may be smaller.
+        each = [r.repeat_interleave(self.group, dim).narrow(dim, 0, w) for r, w in layers]
+        return torch.cat(each, dim=dim)
 
 
 class NoisyTopKHeads(nn.Module):

@@ -220,7 +220,7 @@ def _channels_to_keep(model: DeepMoE, multiple: int) -> list[Tensor]:
     if model.codebook is not None:
         alive = (model.codebook.codes > 0).any(dim=0)
     elif isinstance(model.heads, GateHeads):
-        alive = model.heads.weight.max(dim=1).values > 0
+        alive = model.heads.per_channel(model.heads.weight.max(dim=1).values > 0, dim=0)
     else:
         alive = torch.ones(sum(widths), dtype=torch.bool)
     keep = []

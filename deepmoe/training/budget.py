@@ -56,6 +56,10 @@ class MacsBudget:
         self.layer_of = torch.repeat_interleave(
             torch.arange(len(self.widths), device=device), self.widths.long()
         )
+        self.layer_of_row = torch.repeat_interleave(
+            torch.arange(len(self.widths), device=device),
+            torch.tensor(model.heads.rows, device=device),
+        )
         self.quadratic = cost_matrix(model.backbone, size).to(device)
         self.floor = train.channel_floor
         self.gain = min(max(TRAVEL / max(1, steps), GAIN_RANGE[0]), GAIN_RANGE[1])
@@ -117,9 +121,11 @@ class MacsBudget:
 
     def _scales(self) -> Tensor:
         """The usual size of each layer's weights: what a threshold is measured by."""
-        sums = torch.zeros_like(self.widths)
-        sums.index_add_(0, self.layer_of, self.heads.weight.abs().mean(dim=1).double())
-        return (sums / self.widths).clamp_min(1e-6)
+        sums, rows = torch.zeros_like(self.widths), torch.zeros_like(self.widths)
+        sizes = self.heads.weight.abs().mean(dim=1).double()
+        sums.index_add_(0, self.layer_of_row, sizes)
+        rows.index_add_(0, self.layer_of_row, torch.ones_like(sizes))
+        return (sums / rows).clamp_min(1e-6)
 
     def _pressure(self, by_cost: bool) -> Tensor:
         if not by_cost:
@@ -128,7 +134,7 @@ class MacsBudget:
         return (marginal / marginal.mean()).sqrt()  # the root: costs span orders of magnitude
 
     def _raise_thresholds(self, shifts_L: Tensor) -> None:
-        self.heads.weight.sub_(shifts_L.to(self.heads.weight.dtype)[self.layer_of][:, None])
+        self.heads.weight.sub_(shifts_L.to(self.heads.weight.dtype)[self.layer_of_row][:, None])
 
     def _collect_scores(self, model: DeepMoE, batches: Iterable[Batch]) -> Tensor:
         assert model.embedding is not None
@@ -136,7 +142,8 @@ class MacsBudget:
         with evaluation_mode(model.embedding):
             for x_BCHW, _ in batches:
                 e_BD, _ = model.embedding(model.placed(x_BCHW))
-                found.append(e_BD.to(self.heads.weight.dtype) @ self.heads.weight.T)
+                scores = e_BD.to(self.heads.weight.dtype) @ self.heads.weight.T
+                found.append(self.heads.per_channel(scores, dim=1))
                 images += len(e_BD)
                 if images >= CALIBRATION_IMAGES:
                     break

@@ -6,7 +6,8 @@ from deepmoe.config import TrainConfig
 from deepmoe.costs import active_share, count_macs
 from deepmoe.errors import UserError
 from deepmoe.registry import create_model
-from deepmoe.training import fit
+from deepmoe.sparse import sparsify
+from deepmoe.training import fit, load_checkpoint
 from deepmoe.training.budget import MacsBudget
 
 SMALL = (
@@ -53,6 +54,18 @@ def make_budget(target: float, **train: object) -> tuple[MacsBudget, torch.nn.Mo
     torch.nn.init.normal_(model.heads.weight, 1.0, 0.5)
     config = TrainConfig(target_macs=target, **train)
     return MacsBudget(model, 16, config, steps=1000), model
+
+
+def test_gates_of_several_channels_keep_to_a_budget_and_to_the_sparse_engine(tmp_path) -> None:
+    config = tiny_config(*SMALL, "train.target_macs=0.5", "heads.group=3")
+    result = fit(config, tmp_path, quiet=True)
+    model = load_checkpoint(result.checkpoint).model
+    images, _ = next(iter(result.data.evaluation))
+    gates, _ = model.route(images)
+    assert all(torch.equal(g[:, 0], g[:, 1]) and torch.equal(g[:, 0], g[:, 2]) for g in gates)
+    assert result.evaluation.macs_share == pytest.approx(0.5, rel=0.02)
+    with torch.inference_mode():
+        torch.testing.assert_close(sparsify(model)(images).logits, model(images).logits)
 
 
 def test_thresholds_move_gates_as_a_bias_would() -> None:
