@@ -35,6 +35,10 @@ class Runner(Protocol):
         """Max pooling over squares."""
         return max_pool(x_BCHW, size, stride, padding)
 
+    def convolve_and_pool(self, path: str, x_BCHW: Tensor, size: int, stride: int) -> Tensor:
+        """A convolution with all that belongs to it, then max pooling."""
+        return self.max_pool(self.convolve(path, x_BCHW), size, stride)
+
     def classify(self, path: str, x: Tensor) -> Tensor:
         """The classifier, a linear layer or a convolution."""
 

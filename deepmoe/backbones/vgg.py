@@ -67,9 +67,10 @@ class VGG(Backbone):
     def wire_gated(self, x_BCHW: Tensor, run: Runner, size: tuple[int, int]) -> Tensor:
         x = x_BCHW
         for i in range(len(self.convs)):
-            x = run.convolve(f"convs.{i}", x)
             if i in self.pools_after:
-                x = run.max_pool(x, 2, stride=2)
+                x = run.convolve_and_pool(f"convs.{i}", x, 2, stride=2)
+            else:
+                x = run.convolve(f"convs.{i}", x)
         return run.classify("classifier", x.mean(dim=(2, 3)))
 
     def layers(self, height: int, width: int) -> list[Layer]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from deepmoe.backbones import Backbone, Runner
 from deepmoe.layers import Gates
 from deepmoe.ops import onto_stream
-from deepmoe.sparse.convolution import Convolution, cudnn_runs
+from deepmoe.sparse.convolution import Convolution, cudnn_runs, multiply_channels
 from deepmoe.sparse.few_inputs import channel_multiple
 from deepmoe.sparse.folding import FoldedLayer
 
@@ -69,6 +69,12 @@ class MaskedRunner(EngineRunner):
         if gate is None:
             return self.fixed.convolve_onto(path, x_BCHW, stream_BCHW, at)
         return onto_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
+
+    def convolve_and_pool(self, path: str, x_BCHW: Tensor, size: int, stride: int) -> Tensor:
+        # A gate is not negative, so that it may as well multiply the maxima: there are fewer.
+        pooled = self.max_pool(self.fixed.convolve(path, x_BCHW), size, stride)
+        gate = self._gate(path)
+        return pooled if gate is None else multiply_channels(pooled, gate)
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         return self.fixed.classify(path, x)
