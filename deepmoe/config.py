@@ -197,6 +197,8 @@ class RunConfig:
             raise UserError(f"data.scale must rise, not fall: {list(self.data.scale)}")
         if self.train.nesterov and not self.train.momentum:
             raise UserError("train.nesterov needs a train.momentum above 0")
+        if self.heads.group > 1 and self.heads.kind != "relu":
+            raise UserError("heads.group is for relu heads only")
         if (self.train.teacher is None) != (self.loss.distillation == 0):
             raise UserError("train.teacher and a loss.distillation above 0 need each other")
         if self.train.codes is not None and not self.train.finetune_epochs:

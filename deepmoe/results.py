@@ -29,9 +29,17 @@ def write_result(
         "commit": _commit(),
         "values": values,
     }
+    write_text(path, json.dumps(result, indent=2) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a file whole or not at all, in a folder that is made if it is missing."""
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.draft")
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 

@@ -217,7 +217,7 @@ def sweep_table(name: str) -> str:
         )
         for row in summary(grid, folder)
     ]
-    one = json.loads(next(iter(sorted(folder.glob("*.json")))).read_text(encoding="utf-8"))
+    one = json.loads(min(folder.glob("*.json")).read_text(encoding="utf-8"))
     header = ["run", "seeds done", f"accuracy ({one['values']['last']['evaluated_on']})", "MACs"]
     return f"{_markdown(header, rows)}\n\n{_origin(one)}"
 

@@ -1,12 +1,21 @@
 """Many runs from one grid file."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from deepmoe.cli import main
+from deepmoe.config import apply_overrides
 from deepmoe.errors import UserError
-from deepmoe.sweep import Grid, read_grid, result_path, summary, sweep
+from deepmoe.sweep import Grid, Run, read_grid, result_path, summary, sweep
+from deepmoe.training import load_checkpoint
 
 TINY = """
 preset = "quickstart"
@@ -55,6 +64,13 @@ def test_every_run_combination_and_seed(tmp_path: Path) -> None:
     assert len({r.name for r in grid.runs}) == len(grid.runs)
 
 
+def test_the_example_of_the_documents_is_a_grid(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "recipe.md").read_text(encoding="utf-8")
+    grid = read_grid(write(tmp_path, text.split("```toml")[1].split("```")[0]))
+    student = next(run for run in grid.runs if run.name == "student-lr=0.1-seed2")
+    assert student.needs == ["dense-lr=0.1-seed2"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -67,6 +83,11 @@ def test_every_run_combination_and_seed(tmp_path: Path) -> None:
             "a-seed0 needs b-seed0",
         ),
         ("preset = ", "TOML"),
+        ("preset = 'quickstart'\nseeds = [0, 0]", "two runs"),
+        ("preset = 'quickstart'\n[grid]\n'train.lr' = []", "one value"),
+        ("preset = 'quickstart'\n[grid]\n'train.seed' = [1, 2]", "at the top"),
+        ("preset = 'quickstart'\n[settings]\ntrain.lr = 0.1", "quotes"),
+        ("preset = 'quickstart'\n[runs.'../a']\n'train.lr' = 0.1", "letters"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(tmp_path: Path, text: str, message: str) -> None:
@@ -102,9 +123,60 @@ def test_runs_take_checkpoints_of_others_and_one_failure_stops_no_other(swept) -
 def test_what_has_a_result_is_left_alone_and_rows_hold_means(swept, monkeypatch) -> None:
     grid, folder = swept
     finished = Grid(grid.runs[:2], grid.jobs)
-    monkeypatch.setattr("deepmoe.sweep._start", lambda *_: pytest.fail("started again"))
+    monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: pytest.fail("started again"))
     assert sweep(finished, folder / "runs", folder / "results", command="test")
     rows = summary(grid, folder / "results")
     assert [row["run"] for row in rows] == ["student", "dense", "broken"]
     assert [row["seeds"] for row in rows] == [1, 1, 0]
     assert 0 <= rows[0]["accuracy"] <= 1 and rows[0]["macs_share"] < 1
+
+
+def test_results_of_other_settings_are_refused(swept) -> None:
+    grid, folder = swept
+    changed = apply_overrides(grid.runs[1].config, ["train.lr=0.01"])
+    with pytest.raises(UserError, match="other settings"):
+        sweep(Grid((Run("dense", changed),), 1), folder / "runs", folder / "results", command="")
+
+
+def test_a_run_whose_checkpoint_is_gone_is_trained_again_for_those_that_need_it(
+    swept, monkeypatch
+) -> None:
+    grid, folder = swept
+    started = []
+
+    def fail(run: Run, out: Path) -> subprocess.Popen[bytes]:
+        started.append(run.name)
+        return subprocess.Popen(["false"])
+
+    monkeypatch.setattr("deepmoe.sweep.runner._start", fail)
+    results = folder / "some"
+    results.mkdir()
+    path = result_path(folder / "results", grid.runs[1])
+    (results / path.name).write_text(path.read_text())
+    assert not sweep(Grid(grid.runs[:2], 2), folder / "elsewhere", results, command="test")
+    assert started == ["dense-seed0"]  # it failed, so that the student was never started
+
+
+def test_an_interrupted_sweep_lets_its_runs_save(tmp_path: Path) -> None:
+    text = TINY.replace("[0, 1]", "[0]").replace('"train.epochs" = 1', '"train.epochs" = 500')
+    path = write(tmp_path, text)
+    command = [sys.executable, "-m", "deepmoe", "sweep", str(path), "--out", str(tmp_path / "runs")]
+    metrics = tmp_path / "runs" / "grid-seed0" / "metrics.jsonl"
+    # In a session of its own, as a terminal has: a Ctrl-C reaches the whole of it.
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+    while not (metrics.exists() and metrics.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    log = (metrics.parent / "log.txt").read_text()
+    assert "is saved, and --resume goes on" in log
+    assert load_checkpoint(metrics.parent / "last.safetensors").state.epoch >= 1
+
+
+def test_a_sweep_of_failures_ends_in_one_sentence(tmp_path: Path) -> None:
+    text = TINY.replace("[0, 1]", "[0]") + '"train.loss_limit" = 1e-6\n'
+    command = ["sweep", str(write(tmp_path, text)), "--out", str(tmp_path / "runs")]
+    done = CliRunner().invoke(main, [*command, "--results", str(tmp_path / "results")])
+    assert done.exit_code == 2 and "have no result" in done.output
+    assert "grid" in (tmp_path / "results" / "table.md").read_text()

@@ -47,8 +47,7 @@ def bench_sparse(
         many do not (in half precision, rounding decides ties); peak memory. The dense networks
         run in their best memory format, with `torch.compile` or without, whatever is fastest.
         `_packed_ms` are the same networks by the engine's own fused calls, for a comparison of
-        channels alone; `masked_ms`
-        is the gated model itself, as it runs without the engine.
+        channels alone; `masked_ms` is the gated model itself, as it runs without the engine.
     """
     # PyTorch limits how often one function is compiled, but here that is all it does.
     with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=1000):
@@ -83,7 +82,7 @@ class _Contenders:
     def __init__(self, subject: Subject, dtype: torch.dtype, compile_dense: bool) -> None:
         self.subject, self.dtype = subject, dtype
         self.device = subject.images.device
-        self.graphs = GraphCache() if self.device.type == "cuda" else None
+        self.graphs = GraphCache(self.device) if self.device.type == "cuda" else None
         self.ways: dict[str, str] = {}
         self.calls: dict[str, Call] = {}
         model = subject.dynamic

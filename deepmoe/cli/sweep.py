@@ -27,6 +27,7 @@ def sweep(
     Runs that have a result already are left alone, and those that were interrupted go on from
     their last checkpoint: call it again to finish a sweep.
     """
+    from deepmoe.results import write_text
     from deepmoe.sweep import read_grid, summary
     from deepmoe.sweep import sweep as run_sweep
 
@@ -43,7 +44,7 @@ def sweep(
         print_table(["run", "seeds", *shown], cells)
         table = [["run", "seeds", *shown], ["---"] * (len(shown) + 2), *cells]
         lines = ["| " + " | ".join(line) + " |" for line in table]
-        (folder / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_text(folder / "table.md", "\n".join(lines) + "\n")
     if not complete:
         raise UserError("some runs have no result; their logs tell why")
 

@@ -154,8 +154,10 @@ def curve(
     from deepmoe.training.curve import cost_curve
 
     levels = parse_numbers("--thresholds", thresholds, float)
-    if min(levels) < 0:
+    if not all(level >= 0 for level in levels):  # nan is not, either
         raise UserError("--thresholds must not be negative")
+    if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
+        raise UserError(f"--plot takes a .png in a folder that is there, not {plot}")
     model, data, fabric = _open_for_evaluation(checkpoint, overrides)
     if data.info.task != "classification":
         raise UserError("curve takes models that classify images")
@@ -163,7 +165,8 @@ def curve(
         points = cost_curve(model, data.evaluation, levels)
     values = [{"threshold": p.threshold, **p.result.as_dict()} for p in points]
     if save is not None:
-        command = f"deepmoe curve {checkpoint.name} --thresholds {thresholds}"
+        changes = "".join(f" --set {item}" for item in overrides if "data.root" not in item)
+        command = f"deepmoe curve {checkpoint.name} --thresholds {thresholds}{changes}"
         write_result(save, values, command=command, seed=0, device=fabric.device)
     if plot is not None:
         from deepmoe.analysis.plots import cost_curve_plot

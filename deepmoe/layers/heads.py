@@ -56,7 +56,10 @@ class GateHeads(nn.Module):
             return rows
         layers = zip(rows.split(self.rows, dim=dim), self.widths, strict=True)
         # A layer's last group may be smaller.
-        each = [r.repeat_interleave(self.group, dim).narrow(dim, 0, w) for r, w in layers]
+        each = [
+            r.repeat_interleave(min(self.group, max(w, 1)), dim).narrow(dim, 0, w)
+            for r, w in layers
+        ]
         return torch.cat(each, dim=dim)
 
 

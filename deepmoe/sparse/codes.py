@@ -69,11 +69,13 @@ class CodeNetworks:
             if count:
                 # A group takes some images of the next one along, and drops what they give.
                 rounded = -(-count // self.multiple) * self.multiple
-                network = partial(self.network_of(code), size=size)
+                network = partial(self._run, code, size)
                 x = x_BCHW[start : start + rounded]
-                works.append(Work((code, size), network, (x,), owner=code, lane=code))
+                works.append(Work((code, size), network, (x,), lane=code))
                 start += count
-        run_all = one_after_another if self.graphs is None else self.graphs.run_all
+        # Graphs would keep the weights of networks that are dropped.
+        captured = self.graphs is not None and self.memory_limit is None
+        run_all = self.graphs.run_all if self.graphs and captured else one_after_another
         results = zip(run_all(works), (count for count in counts if count), strict=True)
         return torch.cat([logits[:count] for logits, count in results])
 
@@ -91,15 +93,16 @@ class CodeNetworks:
         """Memory of the networks that are there now."""
         return sum(network.bytes for network in self.networks.values())
 
+    def _run(self, code: int, size: tuple[int, int], x_BCHW: Tensor) -> Tensor:
+        return self.network_of(code)(x_BCHW, size)
+
     def _make_room(self) -> None:
         while (
             self.memory_limit is not None
             and len(self.networks) > 1
             and self.bytes > self.memory_limit
         ):
-            dropped, _ = self.networks.popitem(last=False)
-            if self.graphs is not None:
-                self.graphs.forget(owner=dropped)
+            self.networks.popitem(last=False)
 
 
 def _images_of(x_BCHW: Tensor, images: Tensor) -> Tensor:

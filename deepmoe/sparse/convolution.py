@@ -35,8 +35,9 @@ class Convolution:
         Args:
             x_BCHW: its input.
             onto_BCHW: gives relu(onto + convolution).
-            gate_BC: multiplies the channels at last.
+            gate_BC: multiplies the channels at last; not together with `onto_BCHW`.
         """
+        assert onto_BCHW is None or gate_BC is None
         if self.images is not None:
             x_BCHW = self.images.patches_of(x_BCHW)
         elif not self.packed and onednn_runs(x_BCHW) and self.weight.numel():

@@ -22,6 +22,7 @@ from deepmoe.sparse.stream import StreamedWeights, stream_pays
 
 Case = tuple[str, int, int, int, int, int]  # path, images, height, width, densities
 ALIKE = ("collect", "direct")  # ways between which layers of one size do not change
+MOST_PREPARED = 1000  # direct convolutions, each for a layer and a size
 BUCKETS = 8  # densities are told apart in so many steps when the planner is asked
 
 
@@ -56,7 +57,8 @@ class DynamicNetwork:
             size: of the images.
         """
         active = [g[0].nonzero().flatten() for g in gates]
-        values = [g.index_select(1, a) for g, a in zip(gates, active, strict=True)]
+        dtype = x_BCHW.dtype  # which kernels take gates to have
+        values = [g.index_select(1, a).to(dtype) for g, a in zip(gates, active, strict=True)]
         return self.backbone.wire_gated(x_BCHW, _DynamicRunner(self, active, values), size)
 
     def way_of(self, case: Case) -> str | None:
@@ -70,7 +72,8 @@ class DynamicNetwork:
         if own not in ALIKE or not self._may_change(case):
             return own
         if self.decided.get(size, (0, ""))[0] != len(planner.chosen):
-            cases = [c for c in planner.chosen if c[1:4] == size and self._may_change(c)]
+            same_size = [c for c, way in planner.chosen.items() if c[1:4] == size and way in ALIKE]
+            cases = [c for c in same_size if self._may_change(c)]
             totals = {way: sum(planner.median(c, way) for c in cases) for way in ALIKE}
             best = min(totals, key=lambda way: totals[way])
             self.decided[size] = (len(planner.chosen), best)
@@ -82,6 +85,9 @@ class DynamicNetwork:
     def direct_convolution(self, path: str, size: tuple[int, ...]) -> DirectConvolution:
         """What runs a layer on its weights as they are, made on first use."""
         key = (path, size)
+        if len(self.direct) > MOST_PREPARED:  # images of ever new sizes
+            self.direct.clear()
+            self.forms.clear()
         if key not in self.direct:
             self.direct[key] = DirectConvolution(self.layers[path], size, self.forms)
         return self.direct[key]

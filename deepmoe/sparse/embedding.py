@@ -22,19 +22,20 @@ class FastEmbedding:
     def __init__(self, embedding: ShallowEmbedding, dtype: torch.dtype) -> None:
         self.embedding = embedding
         self.dtype = dtype
-        self.mixed = dtype != embedding.project.weight.dtype
+        self.own = embedding.project.weight.dtype
+        self.mixed = dtype != self.own and dtype in (torch.bfloat16, torch.float16)
         convs = [conv for conv in embedding.convs if isinstance(conv, GatedConv)]
         self.steps: list[Callable[[Tensor], Tensor]] = []
-        if not self.mixed:
+        if dtype == self.own:
             self.steps = [Convolution(fold_conv(conv, dtype)) for conv in convs]
-        elif cudnn_runs(embedding.project.weight.to(dtype)):
+        elif self.mixed and cudnn_runs(embedding.project.weight.to(dtype)):
             self.steps = [_RoundedConvolution(conv, dtype) for conv in convs]
 
     def __call__(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Mixture weights e_BD and class logits, from images in any memory format."""
         with torch.autocast(x_BCHW.device.type, self.dtype, enabled=self.mixed):
             if not self.steps:
-                return self.embedding(x_BCHW)
+                return self.embedding(x_BCHW.to(self.own))
             # In mixed precision, the first step takes images as they are.
             y_BCHW = x_BCHW if self.mixed else x_BCHW.to(self.dtype)
             for step in self.steps:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,20 +17,25 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.context = torch.cuda.stream(self.stream)
+        self.context: AbstractContextManager[Any] = nullcontext()
 
     def __enter__(self) -> None:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+            self.context = torch.cuda.stream(self.stream)
         self.context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.context.__exit__(*error)
 
-    def join(self) -> None:
-        """Lets what follows wait for it."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+    def join(self, result: Tensor) -> None:
+        """Lets what follows wait for it, and use the result."""
+        if self.stream is None:
+            return
+        here = torch.cuda.current_stream(self.stream.device)
+        here.wait_stream(self.stream)
+        if not torch.cuda.is_current_stream_capturing():
+            result.record_stream(here)
 
 
 class Work(NamedTuple):
@@ -38,7 +44,6 @@ class Work(NamedTuple):
     name: Hashable  # the same name always means the same function
     function: Callable[..., Any]
     inputs: tuple[Tensor, ...]
-    owner: Hashable = None  # whatever the function belongs to
     lane: int = 0  # works of one lane never run at the same time
 
 
@@ -50,10 +55,10 @@ def one_after_another(works: Sequence[Work]) -> list[Any]:
 class GraphCache:
     """Runs functions; one that comes with inputs of the same shapes again is captured."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self.seen: set[Hashable] = set()
-        self.streams = [torch.cuda.Stream() for _ in range(STREAMS)]
+        self.streams = [torch.cuda.Stream(device) for _ in range(STREAMS)]
 
     def run(self, work: Work) -> Any:
         """Runs a function; its result is good until it is called again."""
@@ -74,13 +79,8 @@ class GraphCache:
             here.wait_stream(stream)
         return results
 
-    def forget(self, owner: Hashable) -> None:
-        """Drops the graphs of something that is gone."""
-        for key in [k for k, graph in self.graphs.items() if graph.owner == owner]:
-            del self.graphs[key]
-
     def _prepared(self, work: Work) -> Callable[..., Any]:
-        key = (work.name, *(x.shape for x in work.inputs))
+        key = (work.name, *((x.shape, x.dtype) for x in work.inputs))
         if key in self.graphs:
             self.graphs.move_to_end(key)
             return self.graphs[key]
@@ -104,7 +104,6 @@ class _Graph:
     """
 
     def __init__(self, work: Work, stream: torch.cuda.Stream) -> None:
-        self.owner = work.owner
         self.function = work.function  # keeps its weights alive
         self.inputs = [x.clone() for x in work.inputs]
         stream.wait_stream(torch.cuda.current_stream())

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -32,7 +33,7 @@ def sparsify(
     """Prepares a model for inference that runs only the channels its gates ask for.
 
     The result gives the outputs of the model in evaluation mode. It stays on the model's device,
-    and has its own copy of the weights.
+    and has its own copy of the weights. It is for one thread at a time.
 
     Args:
         model: a gated model. One with a route codebook runs each code as a small network of its
@@ -40,7 +41,8 @@ def sparsify(
         dtype: of the convolutions; the model's own if not given. Gates are always made in the
             model's own precision.
         memory_limit: bytes that the small networks of a codebook may take together; those used
-            least recently are dropped and made again when needed. `None` keeps all.
+            least recently are dropped and made again when needed, and groups run one after
+            the other. `None` keeps all.
 
     Raises:
         UserError: for a dense model, which has no channels to skip.
@@ -79,7 +81,8 @@ class SparseModel(DeepMoE):
         self.wiring = [_without_weights(small)]  # in a list: it is not to be taken for a submodule
         self.whole = FixedRunner(self.layers)
         self.planner: Planner[Hashable] = Planner()
-        self.graphs = GraphCache() if device.type == "cuda" else None
+        self.graphs = GraphCache(device) if device.type == "cuda" else None
+        self.beside = Beside(device)
         self.dynamic = DynamicNetwork(self.wiring[0], self.layers, self.whole)
         self.small_networks: CodeNetworks | None = None
         if model.codebook is not None:
@@ -95,8 +98,12 @@ class SparseModel(DeepMoE):
 
     @torch.inference_mode()
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
-        if not self.takes_any_image:
-            x_BCHW = self._converted(x_BCHW)
+        if not len(x_BCHW):
+            raise UserError("there are no images in the batch")
+        with torch.cuda.device(x_BCHW.device) if x_BCHW.is_cuda else nullcontext():
+            return self._forward(x_BCHW)
+
+    def _forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
         size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
         prepare = self._find_routes if self.small_networks is None else self._find_codes
         g_BC, embedding_logits, features, *found = self._run("prepare", prepare, x_BCHW)
@@ -114,12 +121,14 @@ class SparseModel(DeepMoE):
     def run_masked(self, start: Start, gates: Gates) -> Tensor:
         """Logits by all channels, multiplied by the gates."""
 
+        size = start.size
+
         def masked(features_BCHW: Tensor, g_BC: Tensor) -> Tensor:
             runner = MaskedRunner(self.whole, self._kept(self._split(g_BC)))
-            return self.wiring[0].wire_gated(features_BCHW, runner, start.size)
+            return self.wiring[0].wire_gated(features_BCHW, runner, size)
 
         g_BC = torch.cat(gates, dim=1)
-        return self._run(("masked", start.size), masked, start.features_BCHW, g_BC)
+        return self._run(("masked", size), masked, start.features_BCHW, g_BC)
 
     def run_dynamic(self, start: Start, gates: Gates, parts: list[Tensor] | None = None) -> Tensor:
         """Logits by active channels only, route by route (`parts` says which images share one)."""
@@ -185,12 +194,12 @@ class SparseModel(DeepMoE):
     def _look_at(self, x_BCHW: Tensor) -> tuple[Gates, Tensor, Tensor]:
         """The heads' gates, the embedding's logits, and what the first layers give."""
         assert self.heads is not None
-        beside = Beside(x_BCHW.device)
-        with beside:
-            features = self.wiring[0].wire_before_gates(x_BCHW, self.whole)
+        with self.beside:
+            images = x_BCHW if self.takes_any_image else self._converted(x_BCHW)
+            features = self.wiring[0].wire_before_gates(images, self.whole)
         e_BD, embedding_logits = self.fast_embedding(x_BCHW)
         gates = self.heads(e_BD)
-        beside.join()
+        self.beside.join(features)
         return gates, embedding_logits, features
 
     def _split(self, g_BC: Tensor) -> Gates:

@@ -74,7 +74,7 @@ def _finish_kernel(
     if BIAS:
         y += tl.load(bias + column, mask=there).to(tl.float32)[None, :]
     if RELU:
-        y = tl.maximum(y, 0.0)
+        y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if GATE:
         y *= tl.load(gate + image * channels + column, mask=there).to(tl.float32)[None, :]
     tl.store(at, y.to(x.dtype.element_ty), mask=inside)
@@ -149,7 +149,8 @@ def _max_pool_kernel(
             start = ((image.to(tl.int64) * height + h) * width * channels)[:, None]
             at = x + start + w[:, None] * channels + column[None, :]
             value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            best = tl.maximum(best, tl.where(inside, value, float("-inf")))
+            value = tl.where(inside, value, float("-inf"))
+            best = tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
     start = line.to(tl.int64) * out_width * channels
     to = out + start + position[:, None] * channels + column[None, :]
     tl.store(to, best.to(out.dtype.element_ty), mask=there)

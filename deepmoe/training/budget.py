@@ -92,10 +92,11 @@ class MacsBudget:
         if fabric is not None and fabric.world_size > 1:
             means = torch.as_tensor(fabric.all_reduce(means, reduce_op="mean"))
         error = (means[0] - self.goal(progress)).expand(len(self.widths))
+        push = error * self.pressure
         # A layer that nearly died is opened with full strength: its gradients are gone.
         lack = 1 - means[1:] / (self.widths * self.floor)
-        error = torch.where(lack >= 0, torch.minimum(error, -lack - 0.01), error)
-        self._raise_thresholds(self.gain * error * self.pressure * self._scales())
+        push = torch.where(lack >= 0, torch.minimum(push, -lack - 0.01), push)
+        self._raise_thresholds(self.gain * push * self._scales())
 
     @torch.no_grad()
     def calibrate(self, model: DeepMoE, batches: Iterable[Batch]) -> None:

@@ -157,6 +157,8 @@ _FREE_KEYS = {
     "data.root",
     "data.workers",
     "data.unreadable_limit",
+    "train.start",
+    "train.teacher",
     "train.device",
     "train.compile",
     "train.cuda_graphs",

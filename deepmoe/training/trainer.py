@@ -159,6 +159,11 @@ class Trainer:
         loss = self._loss(stage)
         sums = torch.zeros(len(LossParts._fields) + 3, dtype=torch.float64, device=device)
         self.looked_at = sums.clone()
+        if self.state.sums and len(self.state.sums) != len(sums):
+            raise UserError(
+                f"{self.store.last} is from within an epoch of an earlier version; "
+                "resume from the checkpoint of a finished epoch"
+            )
         if self.state.sums:  # of all processes together, so one goes on with them
             self.looked_at += torch.tensor(self.state.sums, dtype=torch.float64, device=device)
             sums += self.looked_at * self.fabric.is_global_zero

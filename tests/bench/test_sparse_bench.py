@@ -46,7 +46,7 @@ def test_untrained_network_with_codes(tmp_path: Path) -> None:
     assert set(values) >= KEYS
     assert (values["batch"], values["codes"], values["dtype"]) == (3, 2, "float32")
     assert values["density"] == pytest.approx(0.25, abs=0.01)
-    assert 0 <= values["max_error"] <= 1e-4
+    assert 0 <= values["max_error"] <= 1e-4 and values["rerouted"] == 0
     assert min(v for key, v in values.items() if key.endswith("_ms") and key != "spread_ms") > 0
     written = json.loads(saved.read_text())
     assert written["values"] == values
@@ -65,14 +65,14 @@ def test_gates_on_the_residual_stream() -> None:
     base = create_model("resnet20", gates=None).eval().backbone
     subject = Subject(model, None, base, torch.randn(2, 3, 32, 32))
     values = bench_sparse(subject, dtype=torch.float32, rounds=1, compile_dense=False)
-    assert values["max_error"] <= 1e-4
+    assert values["max_error"] <= 1e-4 and values["rerouted"] == 0
 
 
 def test_trained_gates_are_measured_on_data(tmp_path: Path) -> None:
     run = fit(tiny_config("train.finetune_epochs=0"), tmp_path, quiet=True)
     values = bench(run.checkpoint, "--batch", 5, "--codes", 3)
     assert values["batch"] == 5 and 1 <= values["codes"] <= 3
-    assert 0 <= values["max_error"] <= 1e-4
+    assert 0 <= values["max_error"] <= 1e-4 and values["rerouted"] == 0
 
 
 @pytest.mark.parametrize("arguments", [("--density", "2"), ("--batch", "x"), ("--batch", "0")])

@@ -91,6 +91,25 @@ def test_other_precisions(dtype: torch.dtype) -> None:
     check_all_ways(model, x, gates, HALF if dtype == torch.bfloat16 else 1e-12, runs=4)
 
 
+@pytest.mark.parametrize(
+    ("own", "run"), [(torch.float64, torch.float32), (torch.float32, torch.float64)]
+)
+def test_a_precision_other_than_the_models_own(own: torch.dtype, run: torch.dtype) -> None:
+    model = with_varied_routes(make("vgg16", wide=0.25), routes=5).to(own)
+    sparse = sparsify(model, dtype=run)
+    for images in (1, 3):
+        x = torch.randn(images, 3, 32, 32)
+        with torch.inference_mode():
+            expected = model(x.to(own)).logits
+            for _ in range(SETTLED if images == 1 else 2):
+                assert error(sparse(x.to(own)).logits.double(), expected.double()) <= SINGLE
+
+
+def test_a_batch_without_images_is_refused() -> None:
+    with pytest.raises(UserError, match="no images"):
+        sparsify(make("vgg11", wide=0.25))(torch.zeros(0, 3, 32, 32))
+
+
 def test_mixed_batch_with_shared_routes_and_a_closed_layer() -> None:
     model = make("vgg16", wide=0.25)
     gates = random_gates(model.backbone.gate_widths, 6)

@@ -1,0 +1,155 @@
+"""What a sweep is to train: runs from one small file."""
+
+import dataclasses
+import itertools
+import json
+import string
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepmoe.config import RunConfig, apply_overrides, load_config
+from deepmoe.errors import UserError
+from deepmoe.structure import structured
+
+ANOTHER_RUN = "run:"  # "run:dense" as a checkpoint: that of the run named dense, of the same seed
+NAME_CHARACTERS = set(string.ascii_letters + string.digits + "-_.=+")
+
+
+@dataclass(frozen=True)
+class GridFile:
+    """What a grid file may hold. Settings are written as for `--set`: "train.lr" = 0.05."""
+
+    preset: str  # a name, or a path from the folder of the grid file
+    seeds: tuple[int, ...] = (0,)
+    jobs: int = 1  # runs side by side
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of all runs
+    runs: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # settings by name
+    grid: dict[str, list[Any]] = dataclasses.field(default_factory=dict)  # every combination
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a grid."""
+
+    group: str  # runs that differ in their seeds alone
+    config: RunConfig
+
+    @property
+    def name(self) -> str:
+        """Of its folder and its result."""
+        return f"{self.group}-seed{self.config.train.seed}"
+
+    @property
+    def needs(self) -> list[str]:
+        """Names of the runs whose checkpoints it takes."""
+        paths = (self.config.train.start, self.config.train.teacher)
+        groups = [p.removeprefix(ANOTHER_RUN) for p in paths if p and p.startswith(ANOTHER_RUN)]
+        return [f"{group}-seed{self.config.train.seed}" for group in groups]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All runs of a grid file."""
+
+    runs: tuple[Run, ...]
+    jobs: int
+
+
+def read_grid(path: Path) -> Grid:
+    """Reads a grid file, and checks every configuration in it.
+
+    Raises:
+        UserError: for a file that can't be read, unknown keys, or a setting that no run can have.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read grid {path}: {error.strerror}") from error
+    file = structured(values, GridFile)
+    if not file.seeds or file.jobs < 1 or not all(file.grid.values()):
+        raise UserError(f"{path} needs at least one seed, one job, and one value of each grid key")
+    for key in [*file.settings, *file.grid, *(k for own in file.runs.values() for k in own)]:
+        if "." not in key:
+            raise UserError(
+                f'{path}: settings are written in quotes, such as "train.lr", not {key}'
+            )
+        if key == "train.seed":
+            raise UserError(f"{path}: seeds stand at the top, as seeds = [0, 1]")
+    preset = str(path.parent / file.preset) if file.preset.endswith(".toml") else file.preset
+    base = apply_overrides(load_config(preset), _overrides(file.settings))
+    runs = []
+    for name, own in (file.runs or {path.stem: {}}).items():
+        for label, combination in _combinations(file.grid):
+            config = apply_overrides(base, _overrides(own | combination))
+            config = _labelled(config, label)
+            for seed in file.seeds:
+                seeded = apply_overrides(config, [f"train.seed={seed}"])
+                runs.append(Run(name + label, seeded))
+    _check_names(runs)
+    _check_needs(runs)
+    return Grid(tuple(runs), file.jobs)
+
+
+def with_checkpoints(config: RunConfig, path_of: Callable[[str], str]) -> RunConfig:
+    """The configuration with other paths for the checkpoints of other runs, by their groups."""
+
+    def resolved(path: str | None) -> str | None:
+        if path is None or not path.startswith(ANOTHER_RUN):
+            return path
+        return path_of(path.removeprefix(ANOTHER_RUN))
+
+    train = config.train
+    train = dataclasses.replace(train, start=resolved(train.start), teacher=resolved(train.teacher))
+    return dataclasses.replace(config, train=train)
+
+
+def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for values in itertools.product(*grid.values()):
+        combination = dict(zip(grid, values, strict=True))
+        label = "".join(
+            f"-{key.split('.')[-1]}={_as_text(value)}" for key, value in combination.items()
+        )
+        yield label, combination
+
+
+def _as_text(value: Any) -> str:
+    """A setting as part of a file's name."""
+    text = json.dumps(value) if isinstance(value, list) else str(value)
+    return "".join(c if c.isalnum() or c in ".-" else "_" for c in text).strip("_")
+
+
+def _overrides(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+def _labelled(config: RunConfig, label: str) -> RunConfig:
+    """Of other runs it takes those of the same combination."""
+    return with_checkpoints(config, lambda group: ANOTHER_RUN + group + label)
+
+
+def _check_names(runs: list[Run]) -> None:
+    """Refuses runs that would share a folder, or leave it."""
+    names = [run.name for run in runs]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UserError(f"two runs are named {sorted(twice)[0]}")
+    odd = [name for name in names if not set(name) <= NAME_CHARACTERS]
+    if odd:
+        raise UserError(f"a run's name has letters, digits and -_.=+ only, not {odd[0]!r}")
+
+
+def _check_needs(runs: list[Run]) -> None:
+    """Refuses runs that could never start: they need one that is not there, or each other."""
+    started: set[str] = set()
+    left = list(runs)
+    while ready := [run for run in left if set(run.needs) <= started]:
+        started |= {run.name for run in ready}
+        left = [run for run in left if run not in ready]
+    if left:
+        run = left[0]
+        raise UserError(f"run {run.name} needs {', '.join(run.needs)}, which can't come before it")
