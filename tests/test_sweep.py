@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -95,6 +96,18 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path, text: str, messa
         read_grid(write(tmp_path, text))
 
 
+class InThisProcess:
+    """Stands for a process that trains, without the seconds that one takes to start."""
+
+    def __init__(self, command: list[str], *, stdout, **_) -> None:
+        result = CliRunner().invoke(main, command[command.index("train") :])
+        stdout.write(result.output.encode())
+        self.returncode = result.exit_code
+
+    def poll(self) -> int:
+        return self.returncode
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grid, Path]:
     folder = tmp_path_factory.mktemp("sweep")
@@ -104,7 +117,10 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grid, Path]:
         '[runs.broken]\n"train.lr" = 900.0\n"train.loss_limit" = 1e-6\n'
     )
     grid = read_grid(write(folder, text))
-    assert not sweep(grid, folder / "runs", folder / "results", command="test")
+    with pytest.MonkeyPatch.context() as patch:
+        fake = SimpleNamespace(Popen=InThisProcess, STDOUT=subprocess.STDOUT)
+        patch.setattr("deepmoe.sweep.runner.subprocess", fake)
+        assert not sweep(grid, folder / "runs", folder / "results", command="test")
     return grid, folder
 
 
