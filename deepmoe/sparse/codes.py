@@ -73,9 +73,9 @@ class CodeNetworks:
                 x = x_BCHW[start : start + rounded]
                 works.append(Work((code, size), network, (x,), lane=code))
                 start += count
-        # Graphs would keep the weights of networks that are dropped.
-        captured = self.graphs is not None and self.memory_limit is None
-        run_all = self.graphs.run_all if self.graphs and captured else one_after_another
+        run_all = one_after_another
+        if self.graphs is not None and self.memory_limit is None:  # a network stays once captured
+            run_all = self.graphs.run_all
         results = zip(run_all(works), (count for count in counts if count), strict=True)
         return torch.cat([logits[:count] for logits, count in results])
 
