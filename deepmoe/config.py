@@ -274,12 +274,17 @@ def _read_preset(preset: str | Path) -> dict[str, Any]:
                 f"there are {', '.join(names)}, or give the path of a .toml file"
             )
         path = resources.files("deepmoe").joinpath("presets", f"{preset}.toml")
+    return read_toml(path, f"preset {preset}")
+
+
+def read_toml(path: Any, what: str) -> dict[str, Any]:
+    """The values of a TOML file, a `Path` or a resource; `what` names it to a user."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{preset} is not valid TOML: {error}") from error
+        raise UserError(f"{what} is not valid TOML: {error}") from error
     except OSError as error:
-        raise UserError(f"cannot read preset {preset}: {error.strerror}") from error
+        raise UserError(f"cannot read {what}: {error.strerror}") from error
 
 
 def _parse_override(item: str) -> dict[str, Any]:

@@ -4,13 +4,14 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import deepmoe
-from deepmoe.errors import UserError
+from deepmoe.files import write_atomically
 
 
 def write_result(
@@ -29,19 +30,13 @@ def write_result(
         "commit": _commit(),
         "values": values,
     }
-    write_text(path, json.dumps(result, indent=2) + "\n")
+    write_atomically(Path(path), (json.dumps(result, indent=2) + "\n").encode())
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Writes a file whole or not at all, in a folder that is made if it is missing."""
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Rows under a header, as Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def hardware(device: torch.device | str) -> str:

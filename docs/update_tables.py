@@ -6,12 +6,13 @@ fails while a part is out of date.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deepmoe.costs import format_macs, zoo_costs
+from deepmoe.results import markdown_table
 from deepmoe.sweep import read_grid, summary
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def models_table() -> str:
         for m in zoo_costs()
     ]
     header = ["model", "input", "classes", "gates", "parameters", "MACs", "embedding", "options"]
-    return _markdown(header, rows)
+    return markdown_table(header, rows)
 
 
 def quickstart_table() -> str:
@@ -50,7 +51,7 @@ def quickstart_table() -> str:
         for name, v in result["values"].items()
     ]
     header = ["network", "accuracy", "mean MACs", "of dense MACs", "active channels"]
-    return f"{_markdown(header, rows)}\n\n{_origin(result)}"
+    return f"{markdown_table(header, rows)}\n\n{_origin(result)}"
 
 
 def train_speed_table() -> str:
@@ -81,7 +82,7 @@ def train_speed_table() -> str:
         "of dense",
         "ms a batch: by kind of kernel, or by phase without graphs",
     ]
-    return "\n\n".join([_markdown(header, rows), *map(_origin, results)])
+    return "\n\n".join([markdown_table(header, rows), *map(_origin, results)])
 
 
 def input_speed_table() -> str:
@@ -95,7 +96,7 @@ def input_speed_table() -> str:
     ]
     lines = [(name, f"{rate:.0f}", f"{ratio:.2f}") for name, rate, ratio in rows]
     header = ["pipeline", "images a second", "of torchvision's"]
-    return f"{_markdown(header, lines)}\n\n{_origin(result)}"
+    return f"{markdown_table(header, lines)}\n\n{_origin(result)}"
 
 
 def cifar100_table() -> str:
@@ -106,7 +107,7 @@ def cifar100_table() -> str:
         for result in results
         for name, run in result["values"].items()
     ]
-    table = _markdown(["run", "test accuracy", "command"], rows)
+    table = markdown_table(["run", "test accuracy", "command"], rows)
     return "\n\n".join([table, *map(_origin, results)])
 
 
@@ -125,7 +126,7 @@ def budget_table() -> str:
         for name, run in result["values"].items()
     ]
     header = ["run", "gates start from", "share of dense MACs", "off by", "test accuracy", "epochs"]
-    return f"{_markdown(header, rows)}\n\n{_origin(result)}"
+    return f"{markdown_table(header, rows)}\n\n{_origin(result)}"
 
 
 def camvid_table() -> str:
@@ -142,7 +143,7 @@ def camvid_table() -> str:
         for name, run in result["values"].items()
     ]
     header = ["network", "mean IoU", "pixel accuracy", "of dense MACs", "command"]
-    return f"{_markdown(header, rows)}\n\n{_origin(result)}"
+    return f"{markdown_table(header, rows)}\n\n{_origin(result)}"
 
 
 SPARSE_COLUMNS = {
@@ -169,7 +170,7 @@ def sparse_table(device: str) -> str:
         rows.append((model, v["batch"], f"{v['density']:.2f}", v["codes"], *times, *gains))
     header = ["network, wide 2", "batch", "density", "codes", *SPARSE_COLUMNS.values()]
     header += ["gain of dynamic", "gain of codebook"]
-    return "\n\n".join([_markdown(header, rows), *map(_origin, results)])
+    return "\n\n".join([markdown_table(header, rows), *map(_origin, results)])
 
 
 def sparse_grid_table(device: str) -> str:
@@ -181,7 +182,7 @@ def sparse_grid_table(device: str) -> str:
         for v in result["values"]
     ]
     header = ["batch", "density", "dense", "sliced before", "masked", "dynamic", "codebook"]
-    return f"{_markdown(header, rows)}\n\n{_origin(result)}"
+    return f"{markdown_table(header, rows)}\n\n{_origin(result)}"
 
 
 def sparse_profile_cpu_table() -> str:
@@ -194,14 +195,14 @@ def sparse_profile_cpu_table() -> str:
     ]
     rows.append(("all", "", f"{result['values']['total_ms']:.2f}", "", ""))
     header = ["layer", "way", "dynamic, ms", "of that in kernels", "packed"]
-    return f"{_markdown(header, rows)}\n\n{_origin(result)} ({result['command']})"
+    return f"{markdown_table(header, rows)}\n\n{_origin(result)} ({result['command']})"
 
 
 def sparse_profile_gpu_table() -> str:
     """Where the codebook mode's time goes on a GPU."""
     result = _read_result("profile_sparse_gpu")
     rows = [(part, f"{ms:.2f}") for part, ms in result["values"].items()]
-    return f"{_markdown(['part', 'ms'], rows)}\n\n{_origin(result)} ({result['command']})"
+    return f"{markdown_table(['part', 'ms'], rows)}\n\n{_origin(result)} ({result['command']})"
 
 
 def sweep_table(name: str) -> str:
@@ -219,7 +220,7 @@ def sweep_table(name: str) -> str:
     ]
     one = json.loads(min(folder.glob("*.json")).read_text(encoding="utf-8"))
     header = ["run", "seeds done", f"accuracy ({one['values']['last']['evaluated_on']})", "MACs"]
-    return f"{_markdown(header, rows)}\n\n{_origin(one)}"
+    return f"{markdown_table(header, rows)}\n\n{_origin(one)}"
 
 
 def _percent(row: dict[str, Any], key: str) -> str:
@@ -280,13 +281,3 @@ def _origin(result: dict[str, Any]) -> str:
         *([result["note"]] if "note" in result else []),
     ]
     return f"({'; '.join(parts)})"
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-
-
-if __name__ == "__main__":
-    for path in DOCUMENTS:
-        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepmoe.backbones import Backbone, Runner
 from deepmoe.bench.subjects import Subject
 from deepmoe.model import DeepMoE, DeepMoEOutput
-from deepmoe.ops import onto_stream
+from deepmoe.ops import is_half, onto_stream
 from deepmoe.sparse import sparsify
 from deepmoe.sparse.convolution import convolve_plainly
 from deepmoe.sparse.folding import FoldedLayer, fold
@@ -125,8 +125,7 @@ class _Contenders:
 
     def _reference(self, model: DeepMoE) -> DeepMoEOutput:
         """Outputs of the model as it is: all channels, multiplied by gates."""
-        half = self.dtype in (torch.bfloat16, torch.float16)
-        with torch.autocast(self.device.type, self.dtype, enabled=half):
+        with torch.autocast(self.device.type, self.dtype, enabled=is_half(self.dtype)):
             output: DeepMoEOutput = model(self.subject.images)
             return output
 

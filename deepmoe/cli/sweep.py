@@ -27,7 +27,8 @@ def sweep(
     Runs that have a result already are left alone, and those that were interrupted go on from
     their last checkpoint: call it again to finish a sweep.
     """
-    from deepmoe.results import write_text
+    from deepmoe.files import write_atomically
+    from deepmoe.results import markdown_table
     from deepmoe.sweep import read_grid, summary
     from deepmoe.sweep import sweep as run_sweep
 
@@ -41,10 +42,10 @@ def sweep(
     else:
         shown = [key for key in SHOWN if any(key in row for row in rows)]
         cells = [[_cell(row, key) for key in ("run", "seeds", *shown)] for row in rows]
-        print_table(["run", "seeds", *shown], cells)
-        table = [["run", "seeds", *shown], ["---"] * (len(shown) + 2), *cells]
-        lines = ["| " + " | ".join(line) + " |" for line in table]
-        write_text(folder / "table.md", "\n".join(lines) + "\n")
+        header = ["run", "seeds", *shown]
+        print_table(header, cells)
+        table = markdown_table(header, cells) + "\n"
+        write_atomically(folder / "table.md", table.encode())
     if not complete:
         raise UserError("some runs have no result; their logs tell why")
 

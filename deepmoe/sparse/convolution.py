@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.ops import scale_channels
+from deepmoe.ops import is_half, scale_channels
 from deepmoe.sparse.few_inputs import ImageConvolution, has_triton
 from deepmoe.sparse.folding import FoldedLayer
 
@@ -114,8 +114,7 @@ def onednn_runs(x: Tensor) -> bool:
 
 def cudnn_runs(x: Tensor) -> bool:
     """Whether cuDNN's fused convolution and the kernels beside it take this tensor."""
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    return x.is_cuda and half and torch.backends.cudnn.is_available() and has_triton()
+    return x.is_cuda and is_half(x.dtype) and torch.backends.cudnn.is_available() and has_triton()
 
 
 @cache

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepmoe.layers import GatedConv, ShallowEmbedding
+from deepmoe.ops import is_half
 from deepmoe.sparse.convolution import Convolution, cudnn_runs
 from deepmoe.sparse.folding import bare_conv, fold_conv, norm_as_affine
 
@@ -23,7 +24,7 @@ class FastEmbedding:
         self.embedding = embedding
         self.dtype = dtype
         self.own = embedding.project.weight.dtype
-        self.mixed = dtype != self.own and dtype in (torch.bfloat16, torch.float16)
+        self.mixed = dtype != self.own and is_half(dtype)
         convs = [conv for conv in embedding.convs if isinstance(conv, GatedConv)]
         self.steps: list[Callable[[Tensor], Tensor]] = []
         if dtype == self.own:

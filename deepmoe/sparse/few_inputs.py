@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepmoe.ops import is_half
 from deepmoe.sparse.folding import FoldedLayer
 
 MOST_INPUTS = 4
@@ -79,8 +80,7 @@ class ImageConvolution:
 
 def channel_multiple(device: torch.device, dtype: torch.dtype) -> int:
     """Widths that are no multiple of it leave a matrix unit, if there is one, half idle."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    return MULTIPLE if device.type == "cuda" and half else 1
+    return MULTIPLE if device.type == "cuda" and is_half(dtype) else 1
 
 
 @cache

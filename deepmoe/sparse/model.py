@@ -71,9 +71,8 @@ class SparseModel(DeepMoE):
             copy.deepcopy(model.codebook),
         )
         self.dtype = dtype
-        multiple = channel_multiple(next(model.parameters()).device, dtype)
-        keep = _channels_to_keep(model, multiple)
         device = next(model.parameters()).device
+        keep = _channels_to_keep(model, channel_multiple(device, dtype))
         # Numbers of the channels that are left in each layer; `None` where that is all of them.
         self.kept = [None if k.all() else k.nonzero().flatten().to(device) for k in keep]
         small = model.backbone.narrow(keep)
@@ -118,16 +117,14 @@ class SparseModel(DeepMoE):
         features = self.wiring[0].wire_before_gates(self._converted(x_BCHW), self.whole)
         return Start(features, (x_BCHW.shape[-2], x_BCHW.shape[-1]))
 
-    def run_masked(self, start: Start, gates: Gates) -> Tensor:
-        """Logits by all channels, multiplied by the gates."""
-
+    def run_masked(self, start: Start, g_BC: Tensor) -> Tensor:
+        """Logits by all channels, multiplied by the gates of all layers side by side."""
         size = start.size
 
         def masked(features_BCHW: Tensor, g_BC: Tensor) -> Tensor:
             runner = MaskedRunner(self.whole, self._kept(self._split(g_BC)))
             return self.wiring[0].wire_gated(features_BCHW, runner, size)
 
-        g_BC = torch.cat(gates, dim=1)
         return self._run(("masked", size), masked, start.features_BCHW, g_BC)
 
     def run_dynamic(self, start: Start, gates: Gates, parts: list[Tensor] | None = None) -> Tensor:
@@ -148,9 +145,9 @@ class SparseModel(DeepMoE):
         *numbers, active = summary.tolist()  # a GPU is waited for only once
         routes = len(set(numbers))
         if x_BCHW.is_cuda and routes > MOST_ROUTES_ON_GPU:
-            return self.run_masked(start, gates)
+            return self.run_masked(start, g_BC)
         ways: dict[str, Callable[[], Tensor]] = {
-            "dense": lambda: self.run_masked(start, gates),
+            "dense": lambda: self.run_masked(start, g_BC),
             "dynamic": lambda: self.run_dynamic(start, gates, parts_by_route(gates, numbers)),
         }
         case = (x_BCHW.shape, routes, round(DENSITY_STEPS * active / g_BC.numel()))
@@ -163,7 +160,7 @@ class SparseModel(DeepMoE):
         assert networks is not None
         ways: dict[str, Callable[[], Tensor]] = {
             "dense": lambda: self.run_masked(
-                Start(x_BCHW[: len(images)], start.size), self._split(g_BC.index_select(0, images))
+                Start(x_BCHW[: len(images)], start.size), g_BC.index_select(0, images)
             ),
             "codebook": lambda: networks(x_BCHW, counts_K.tolist(), start.size),
         }

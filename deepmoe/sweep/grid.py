@@ -4,13 +4,12 @@ import dataclasses
 import itertools
 import json
 import string
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepmoe.config import RunConfig, apply_overrides, load_config
+from deepmoe.config import RunConfig, apply_overrides, load_config, read_toml
 from deepmoe.errors import UserError
 from deepmoe.structure import structured
 
@@ -40,14 +39,14 @@ class Run:
     @property
     def name(self) -> str:
         """Of its folder and its result."""
-        return f"{self.group}-seed{self.config.train.seed}"
+        return run_name(self.group, self.config.train.seed)
 
     @property
     def needs(self) -> list[str]:
         """Names of the runs whose checkpoints it takes."""
         paths = (self.config.train.start, self.config.train.teacher)
         groups = [p.removeprefix(ANOTHER_RUN) for p in paths if p and p.startswith(ANOTHER_RUN)]
-        return [f"{group}-seed{self.config.train.seed}" for group in groups]
+        return [run_name(group, self.config.train.seed) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -58,19 +57,18 @@ class Grid:
     jobs: int
 
 
+def run_name(group: str, seed: int) -> str:
+    """The name of a group's run with this seed."""
+    return f"{group}-seed{seed}"
+
+
 def read_grid(path: Path) -> Grid:
     """Reads a grid file, and checks every configuration in it.
 
     Raises:
         UserError: for a file that can't be read, unknown keys, or a setting that no run can have.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from error
-    except OSError as error:
-        raise UserError(f"cannot read grid {path}: {error.strerror}") from error
-    file = structured(values, GridFile)
+    file = structured(read_toml(path, f"grid {path}"), GridFile)
     if not file.seeds or file.jobs < 1 or not all(file.grid.values()):
         raise UserError(f"{path} needs at least one seed, one job, and one value of each grid key")
     for key in [*file.settings, *file.grid, *(k for own in file.runs.values() for k in own)]:

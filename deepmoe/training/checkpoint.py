@@ -1,6 +1,5 @@
 """Checkpoints: one safetensors file with weights, optimiser state, configuration and progress."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -16,6 +15,7 @@ from torch import Tensor
 from deepmoe.config import RunConfig, config_to_dict
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
+from deepmoe.files import write_atomically
 from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
@@ -64,23 +64,6 @@ def save_checkpoint(
     }
     content = save({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, header)
     write_atomically(Path(path), content)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces a file in one step, after the new content has reached the disk."""
-    draft = path.with_name(f"{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        kept = "; the file before it is whole" if path.exists() else ""
-        raise UserError(f"cannot write {path}: {error.strerror}{kept}") from error
 
 
 class CheckpointStore:

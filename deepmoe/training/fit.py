@@ -10,8 +10,9 @@ from deepmoe.config import RunConfig, config_to_dict, config_to_toml
 from deepmoe.costs import count_costs
 from deepmoe.data import DataSource, open_data
 from deepmoe.errors import UserError
+from deepmoe.files import write_atomically
 from deepmoe.model import DeepMoE
-from deepmoe.training.checkpoint import CheckpointStore, load_checkpoint, write_atomically
+from deepmoe.training.checkpoint import CheckpointStore, load_checkpoint
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
 from deepmoe.training.log import METRICS_NAME, RunLog
 from deepmoe.training.state import TrainState

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from deepmoe.errors import UserError
-from deepmoe.training.checkpoint import write_atomically
+from deepmoe.files import write_atomically
 
 METRICS_NAME = "metrics.jsonl"
 

@@ -52,7 +52,7 @@ def check_all_ways(
 ) -> SparseModel:
     sparse = sparsify(model)
     expected = model.backbone(x, gates)
-    assert error(sparse.run_masked(sparse.start(x), tuple(gates)), expected) <= allowed
+    assert error(sparse.run_masked(sparse.start(x), torch.cat(gates, dim=1)), expected) <= allowed
     for _ in range(runs):
         assert error(sparse.run_dynamic(sparse.start(x), tuple(gates)), expected) <= allowed
     return sparse
