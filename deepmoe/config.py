@@ -43,9 +43,10 @@ class HeadsConfig:
     """The gate heads."""
 
     kind: Literal["relu", "noisy-topk"] = "relu"
-    init: str | None = None  # ones, uniform(a, b) or normal(m, s); None: the kind's own default
+    init: str | None = None  # see layers.heads.initialise; None: the kind's own default
     share: float = 0.5  # of a layer's channels that noisy top-k keeps
     group: int = 1  # of ReLU heads: neighbouring channels that share one gate
+    lr_scale: float = 1.0  # their learning rate, in units of train.lr
     revive: float | None = None  # gradient of closed ReLU gates; None: 0.1 with a budget, else 0
 
 
@@ -105,6 +106,7 @@ class TrainConfig:
     start: str | None = None  # checkpoint whose base network, of the same widths, is started from
     teacher: str | None = None  # checkpoint whose outputs are learnt from: loss.distillation
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
+    budget_ramp: tuple[float, float] = (0.1, 0.6)  # joint stage: where the cost falls to it
     budget_by_cost: bool = False  # press harder where a channel costs more
     channel_floor: float = 0.05  # share of each layer's channels that a budget leaves running
     codes: int | None = None  # frozen stage: gates come from a codebook of so many routes
@@ -132,6 +134,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "embedding.dim": (1, 1e5),
     "heads.share": (TINY, 1),
     "heads.group": (1, 1e5),
+    "heads.lr_scale": (0, HUGE),
     "heads.revive": (0, 1),
     "data.size": (1, 1e5),
     "data.holdout": (0, HUGE),
@@ -160,6 +163,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.weight_decay": (0, 1e3),
     "train.seed": (0, 2**32 - 1),
     "train.target_macs": (TINY, 1e18),
+    "train.budget_ramp": (0, 1),
     "train.channel_floor": (TINY, 1),
     "train.codes": (1, 65536),
     "train.loss_limit": (TINY, HUGE),
@@ -193,8 +197,12 @@ class RunConfig:
             levels = [v for _, v in schedule] if isinstance(schedule, tuple) else [schedule]
             if not all(0 <= level < math.inf for level in levels):
                 raise UserError(f"loss.{name} must not be negative, nor infinite: {schedule}")
-        if self.data.scale[0] > self.data.scale[1]:
-            raise UserError(f"data.scale must rise, not fall: {list(self.data.scale)}")
+        for key, pair in (
+            ("data.scale", self.data.scale),
+            ("train.budget_ramp", self.train.budget_ramp),
+        ):
+            if pair[0] > pair[1]:
+                raise UserError(f"{key} must rise, not fall: {list(pair)}")
         if self.train.nesterov and not self.train.momentum:
             raise UserError("train.nesterov needs a train.momentum above 0")
         if self.heads.group > 1 and self.heads.kind != "relu":

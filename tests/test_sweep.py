@@ -72,6 +72,34 @@ def test_the_example_of_the_documents_is_a_grid(tmp_path: Path) -> None:
     assert student.needs == ["dense-lr=0.1-seed2"]
 
 
+def test_a_run_of_one_seed_serves_runs_of_all_seeds(tmp_path: Path) -> None:
+    grid = read_grid(
+        write(
+            tmp_path,
+            """
+preset = "quickstart"
+seeds = [0, 1]
+[runs.teacher]
+seeds = [7]
+[runs.dense]
+[runs.student]
+"train.start" = "run:dense"
+"train.teacher" = "run:teacher"
+"loss.distillation" = 0.5
+""",
+        )
+    )
+    names = [run.name for run in grid.runs]
+    assert names == [
+        "teacher-seed7",
+        "dense-seed0",
+        "dense-seed1",
+        "student-seed0",
+        "student-seed1",
+    ]
+    assert grid.runs[-1].needs == ["dense-seed1", "teacher-seed7"]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -86,6 +114,8 @@ def test_the_example_of_the_documents_is_a_grid(tmp_path: Path) -> None:
         ("preset = ", "TOML"),
         ("preset = 'quickstart'\nseeds = [0, 0]", "two runs"),
         ("preset = 'quickstart'\n[grid]\n'train.lr' = []", "one value"),
+        ("preset = 'quickstart'\n[runs.a]\nseeds = []", "one seed"),
+        ("preset = 'quickstart'\n[runs.a]\nseeds = 3", "list of whole numbers"),
         ("preset = 'quickstart'\n[grid]\n'train.seed' = [1, 2]", "at the top"),
         ("preset = 'quickstart'\n[settings]\ntrain.lr = 0.1", "quotes"),
         ("preset = 'quickstart'\n[runs.'../a']\n'train.lr' = 0.1", "letters"),

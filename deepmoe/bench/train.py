@@ -86,7 +86,7 @@ class _Contender:
         self, config: RunConfig, fabric: Fabric, data: DataSource, stage: Stage, folder: Path
     ) -> None:
         model = make_model(config, data.info.classes, fabric.device)
-        optimizer = make_optimizer(model, config.train)
+        optimizer = make_optimizer(model, config)
         store = CheckpointStore(folder, keep=0)
         self.trainer = Trainer(config, fabric, model, optimizer, data, store, None, TrainState())
         self.stage = stage

@@ -23,7 +23,7 @@ class GateHeads(nn.Module):
     Args:
         dim: number of mixture weights.
         widths: channels of each gated convolution.
-        init: `ones`, `uniform(a, b)` or `normal(m, s)`.
+        init: see `initialise`.
         revive: share of its gradient that a closed gate still gets, so that it can open again;
             0 is plain ReLU.
         group: channels that share one gate: neighbours, within a layer.
@@ -120,20 +120,42 @@ def _softmax_of_top(h_BC: Tensor, k: int) -> Tensor:
 
 
 _NUMBER = r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*"
-_INIT = re.compile(rf"(uniform|normal)\({_NUMBER},{_NUMBER}\)")
+_INIT = re.compile(rf"(uniform|normal|channels|split)\({_NUMBER}(?:,{_NUMBER})?\)")
+_NUMBERS = {"uniform": 2, "normal": 2, "channels": 2, "split": 1}
+CLOSED = (-0.5, 0.0)  # where `split` starts the channels that are not open
 
 
 @torch.no_grad()
 def initialise(weight: Tensor, init: str) -> None:
-    """Fills a gate matrix: `ones`, `uniform(a, b)` or `normal(m, s)`."""
+    """Fills a gate matrix.
+
+    Args:
+        weight: to fill; a row for each gate, a column for each mixture weight.
+        init: `ones`, `uniform(a, b)` or `normal(m, s)`; or, alike for all images at first,
+            `channels(m, s)`: one normal number for each gate, or `split(p)`: a share p of the
+            gates at one, all others closed.
+    """
     if init.strip() == "ones":
         nn.init.ones_(weight)
         return
     match = _INIT.fullmatch(init.strip())
-    if match is None:
-        raise UserError(f"gate init is ones, uniform(a, b) or normal(m, s), not {init!r}")
-    fill = {"uniform": nn.init.uniform_, "normal": nn.init.normal_}[match[1]]
+    numbers = [float(n) for n in match.groups()[1:] if n is not None] if match else []
+    if match is None or len(numbers) != _NUMBERS[match[1]]:
+        raise UserError(
+            "gate init is ones, uniform(a, b), normal(m, s), channels(m, s) or split(p), "
+            f"not {init!r}"
+        )
+    column = weight[:, :1].clone()
     try:
-        fill(weight, float(match[2]), float(match[3]))
+        match match[1]:
+            case "uniform":
+                nn.init.uniform_(weight, numbers[0], numbers[1])
+            case "normal":
+                nn.init.normal_(weight, numbers[0], numbers[1])
+            case "channels":
+                weight.copy_(nn.init.normal_(column, numbers[0], numbers[1]))
+            case "split":
+                chosen = torch.bernoulli(torch.full_like(column, numbers[0])).bool()
+                weight.copy_(nn.init.uniform_(column, *CLOSED).masked_fill(chosen, 1.0))
     except (ValueError, RuntimeError) as error:
         raise UserError(f"gate init {init!r} is out of range: {error}") from error

@@ -13,7 +13,7 @@ from deepmoe.config import RunConfig, apply_overrides, load_config, read_toml
 from deepmoe.errors import UserError
 from deepmoe.structure import structured
 
-ANOTHER_RUN = "run:"  # "run:dense" as a checkpoint: that of the run named dense, of the same seed
+ANOTHER_RUN = "run:"  # "run:dense" as a checkpoint: that of the run dense, of the same seed if any
 NAME_CHARACTERS = set(string.ascii_letters + string.digits + "-_.=+")
 
 
@@ -25,7 +25,8 @@ class GridFile:
     seeds: tuple[int, ...] = (0,)
     jobs: int = 1  # runs side by side
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of all runs
-    runs: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # settings by name
+    # Settings by name; `seeds` among them stands for other seeds than all runs have.
+    runs: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     grid: dict[str, list[Any]] = dataclasses.field(default_factory=dict)  # every combination
 
 
@@ -45,8 +46,7 @@ class Run:
     def needs(self) -> list[str]:
         """Names of the runs whose checkpoints it takes."""
         paths = (self.config.train.start, self.config.train.teacher)
-        groups = [p.removeprefix(ANOTHER_RUN) for p in paths if p and p.startswith(ANOTHER_RUN)]
-        return [run_name(group, self.config.train.seed) for group in groups]
+        return [p.removeprefix(ANOTHER_RUN) for p in paths if p and p.startswith(ANOTHER_RUN)]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def read_grid(path: Path) -> Grid:
         UserError: for a file that can't be read, unknown keys, or a setting that no run can have.
     """
     file = structured(read_toml(path, f"grid {path}"), GridFile)
-    if not file.seeds or file.jobs < 1 or not all(file.grid.values()):
+    seeds = {name: _seeds(path, own.pop("seeds", file.seeds)) for name, own in file.runs.items()}
+    if not file.seeds or file.jobs < 1 or not all([*file.grid.values(), *seeds.values()]):
         raise UserError(f"{path} needs at least one seed, one job, and one value of each grid key")
     for key in [*file.settings, *file.grid, *(k for own in file.runs.values() for k in own)]:
         if "." not in key:
@@ -85,16 +86,17 @@ def read_grid(path: Path) -> Grid:
         for label, combination in _combinations(file.grid):
             config = apply_overrides(base, _overrides(own | combination))
             config = _labelled(config, label)
-            for seed in file.seeds:
+            for seed in seeds.get(name, file.seeds):
                 seeded = apply_overrides(config, [f"train.seed={seed}"])
                 runs.append(Run(name + label, seeded))
     _check_names(runs)
+    runs = [_with_seeded_needs(run, runs) for run in runs]
     _check_needs(runs)
     return Grid(tuple(runs), file.jobs)
 
 
 def with_checkpoints(config: RunConfig, path_of: Callable[[str], str]) -> RunConfig:
-    """The configuration with other paths for the checkpoints of other runs, by their groups."""
+    """The configuration with other paths for the checkpoints of other runs, by their names."""
 
     def resolved(path: str | None) -> str | None:
         if path is None or not path.startswith(ANOTHER_RUN):
@@ -104,6 +106,13 @@ def with_checkpoints(config: RunConfig, path_of: Callable[[str], str]) -> RunCon
     train = config.train
     train = dataclasses.replace(train, start=resolved(train.start), teacher=resolved(train.teacher))
     return dataclasses.replace(config, train=train)
+
+
+def _seeds(path: Path, seeds: Any) -> tuple[int, ...]:
+    """A run's own seeds, checked."""
+    if not isinstance(seeds, list | tuple) or not all(type(seed) is int for seed in seeds):
+        raise UserError(f"{path}: seeds are a list of whole numbers, not {seeds!r}")
+    return tuple(seeds)
 
 
 def _combinations(grid: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -128,6 +137,17 @@ def _overrides(settings: Mapping[str, Any]) -> list[str]:
 def _labelled(config: RunConfig, label: str) -> RunConfig:
     """Of other runs it takes those of the same combination."""
     return with_checkpoints(config, lambda group: ANOTHER_RUN + group + label)
+
+
+def _with_seeded_needs(run: Run, runs: list[Run]) -> Run:
+    """It takes other runs of its own seed; of those that have only one seed, that one."""
+
+    def seeded(group: str) -> str:
+        seeds = [r.config.train.seed for r in runs if r.group == group]
+        seed = seeds[0] if len(seeds) == 1 else run.config.train.seed
+        return ANOTHER_RUN + run_name(group, seed)
+
+    return Run(run.group, with_checkpoints(run.config, seeded))
 
 
 def _check_names(runs: list[Run]) -> None:

@@ -15,7 +15,7 @@ import torch
 from deepmoe.config import DataConfig, RunConfig, config_from_dict, config_to_toml
 from deepmoe.errors import UserError
 from deepmoe.results import write_result
-from deepmoe.sweep.grid import Grid, Run, run_name, with_checkpoints
+from deepmoe.sweep.grid import Grid, Run, with_checkpoints
 from deepmoe.training.checkpoint import CheckpointStore
 from deepmoe.training.log import METRICS_NAME, read_metrics
 
@@ -87,10 +87,7 @@ def _start(run: Run, out: Path) -> "subprocess.Popen[bytes]":
     folder = out / run.name
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "sweep.toml"
-    seed = run.config.train.seed
-    resolved = with_checkpoints(
-        run.config, lambda group: str(_last_checkpoint(out, run_name(group, seed)))
-    )
+    resolved = with_checkpoints(run.config, lambda name: str(_last_checkpoint(out, name)))
     config.write_text(config_to_toml(resolved), encoding="utf-8")
     command = [sys.executable, "-m", "deepmoe", "train", str(config)]
     with (folder / "log.txt").open("ab") as log:

@@ -6,7 +6,8 @@ thus be moved without leaving the model family. The budget moves the thresholds 
 training step, in proportion to how far the batch's MACs are from the goal (the goal itself sinks
 slowly to the target). The effect of a threshold is immediate, so nothing winds up; the same law
 lowers thresholds again when too little runs, so closed gates come back; a layer at its floor is
-only ever opened.
+only ever opened. Each layer's open gates are held at one on average: what a threshold takes from
+them would otherwise make them fade, until the epsilon of the next batch norm outweighs them.
 """
 
 from collections.abc import Iterable
@@ -22,7 +23,6 @@ from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, evaluation_mode
 
-RAMP = (0.1, 0.6)  # part of the joint stage over which the goal sinks from 1 to the target
 TRAVEL = 20.0  # how far thresholds may move in a stage, in units of scale times full error
 GAIN_RANGE = (0.01, 0.1)
 CALIBRATION_IMAGES = 4096
@@ -61,6 +61,7 @@ class MacsBudget:
             torch.tensor(model.heads.rows, device=device),
         )
         self.quadratic = cost_matrix(model.backbone, size).to(device)
+        self.ramp = train.budget_ramp
         self.floor = train.channel_floor
         self.gain = min(max(TRAVEL / max(1, steps), GAIN_RANGE[0]), GAIN_RANGE[1])
         self.pressure = self._pressure(train.budget_by_cost)
@@ -74,8 +75,8 @@ class MacsBudget:
 
     def goal(self, progress: float) -> float:
         """The share to run at this part of the joint stage (0 to 1)."""
-        start, end = RAMP
-        done = min(max((progress - start) / (end - start), 0.0), 1.0)
+        start, end = self.ramp
+        done = min(max((progress - start) / max(end - start, 1e-9), 0.0), 1.0)
         return 1.0 + done * (self.target - 1.0)
 
     @torch.no_grad()
@@ -87,16 +88,20 @@ class MacsBudget:
             progress: of the joint stage, 0 to 1.
             fabric: where several processes share a batch.
         """
-        active = self._active(torch.cat(gates, dim=1) > 0)
-        means = torch.cat([self._share(active).mean()[None], active.mean(dim=0)])
+        g_BC = torch.cat(gates, dim=1)
+        active_BL = self._by_layer(g_BC > 0)
+        means = torch.stack([self._share(active_BL), *active_BL.T, *self._by_layer(g_BC).T])
+        means = means.mean(dim=1)
         if fabric is not None and fabric.world_size > 1:
             means = torch.as_tensor(fabric.all_reduce(means, reduce_op="mean"))
-        error = (means[0] - self.goal(progress)).expand(len(self.widths))
-        push = error * self.pressure
+        share, active, total = means.split([1, len(self.widths), len(self.widths)])
+        push = (share - self.goal(progress)) * self.pressure
         # A layer that nearly died is opened with full strength: its gradients are gone.
-        lack = 1 - means[1:] / (self.widths * self.floor)
+        lack = 1 - active / (self.widths * self.floor)
         push = torch.where(lack >= 0, torch.minimum(push, -lack - 0.01), push)
         self._raise_thresholds(self.gain * push * self._scales())
+        # Batch norm hides the size of a layer's gates from the task, and thresholds wear it down.
+        self._scale((total / active.clamp_min(1e-3)).clamp(1e-3, 1e3) ** -self.gain)
 
     @torch.no_grad()
     def calibrate(self, model: DeepMoE, batches: Iterable[Batch]) -> None:
@@ -108,15 +113,16 @@ class MacsBudget:
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             shift = torch.minimum(middle * direction, highest)
-            share = self._share(self._active(scores > shift[self.layer_of])).mean()
+            share = self._share(self._by_layer(scores > shift[self.layer_of])).mean()
             low, high = (middle, high) if float(share) > self.target else (low, middle)
         self._raise_thresholds(torch.minimum(low * direction, highest))
 
-    def _active(self, runs_BC: Tensor) -> Tensor:
-        counts = torch.zeros(
-            len(runs_BC), len(self.widths), dtype=torch.float64, device=runs_BC.device
+    def _by_layer(self, values_BC: Tensor) -> Tensor:
+        """Sums over the channels of each layer."""
+        sums = torch.zeros(
+            len(values_BC), len(self.widths), dtype=torch.float64, device=values_BC.device
         )
-        return counts.index_add_(1, self.layer_of, runs_BC.double())
+        return sums.index_add_(1, self.layer_of, values_BC.double())
 
     def _share(self, active_BL: Tensor) -> Tensor:
         return (macs_of_counts(active_BL, self.quadratic) + self.routing) / self.dense
@@ -137,6 +143,9 @@ class MacsBudget:
 
     def _raise_thresholds(self, shifts_L: Tensor) -> None:
         self.heads.weight.sub_(shifts_L.to(self.heads.weight.dtype)[self.layer_of_row][:, None])
+
+    def _scale(self, factors_L: Tensor) -> None:
+        self.heads.weight.mul_(factors_L.to(self.heads.weight.dtype)[self.layer_of_row][:, None])
 
     def _collect_scores(self, model: DeepMoE, batches: Iterable[Batch]) -> Tensor:
         assert model.embedding is not None

@@ -70,7 +70,7 @@ def fit(
     )
     model = make_model(config, data.info.classes, fabric.device)
     count_costs(model, data.info.size)  # tells at once if the images are too small for the network
-    optimizer = make_optimizer(model, train)
+    optimizer = make_optimizer(model, config)
     state = TrainState()
     if resume and store.last.exists():
         state = _restore(store.last, config, model, optimizer)

@@ -69,9 +69,7 @@ class EagerStep:
         self.optimizer = optimizer
         self.fabric = fabric
         # As tensors on the device: numbers would be compiled, or captured, as constants.
-        self.rate, self.sparsity, self.embedding_weight = torch.zeros(
-            3, device=fabric.device
-        ).unbind()
+        self.sparsity, self.embedding_weight = torch.zeros(2, device=fabric.device).unbind()
 
     def __call__(
         self, x_BCHW: Tensor, labels: Tensor, rate: float, sparsity: float, embedding_weight: float
@@ -83,9 +81,9 @@ class EagerStep:
         return self.run(x_BCHW, labels)
 
     def set_rate(self, rate: float) -> None:
-        """Sets the learning rate of all parameters."""
+        """Sets the learning rate of all parameters, each group's in its own unit."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_scale"]
 
     def run(self, x_BCHW: Tensor, labels: Tensor) -> StepResult:
         """Trains with the rate and weights that are set."""
@@ -114,13 +112,14 @@ class GraphedStep(EagerStep):
     def __init__(self, objective: nn.Module, optimizer: Any, fabric: Fabric) -> None:
         super().__init__(objective, optimizer, fabric)
         for group in optimizer.param_groups:
-            group["lr"] = self.rate
+            group["lr"] = torch.zeros((), device=fabric.device)
         self.plain_steps = 0
         self.stream = torch.cuda.Stream()
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def set_rate(self, rate: float) -> None:
-        self.rate.fill_(rate)
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(rate * group["lr_scale"])
 
     def run(self, x_BCHW: Tensor, labels: Tensor) -> StepResult:
         if self.graph is None and self.plain_steps >= WARM_UP:

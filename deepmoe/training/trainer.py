@@ -8,7 +8,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from deepmoe.config import RunConfig, TrainConfig
+from deepmoe.config import RunConfig
 from deepmoe.costs import count_costs, count_macs
 from deepmoe.data import DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
@@ -290,14 +290,16 @@ def make_model(config: RunConfig, classes: int, device: torch.device) -> DeepMoE
     return model
 
 
-def make_optimizer(model: DeepMoE, train: TrainConfig) -> torch.optim.SGD:
+def make_optimizer(model: DeepMoE, config: RunConfig) -> torch.optim.SGD:
     """SGD with momentum. Gate heads get no weight decay: the L1 term is their regulariser."""
+    train = config.train
     heads = list(model.heads.parameters()) if model.heads is not None else []
     gate_parameters = {id(p) for p in heads}
     others = [p for p in model.parameters() if id(p) not in gate_parameters]
-    groups: list[dict[str, Any]] = [{"params": others, "weight_decay": train.weight_decay}]
+    decay = {"weight_decay": train.weight_decay, "lr_scale": 1.0}
+    groups: list[dict[str, Any]] = [{"params": others, **decay}]
     if heads:
-        groups.append({"params": heads, "weight_decay": 0.0})
+        groups.append({"params": heads, "weight_decay": 0.0, "lr_scale": config.heads.lr_scale})
     return torch.optim.SGD(
         groups,
         lr=train.lr,

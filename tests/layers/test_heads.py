@@ -39,7 +39,32 @@ def test_initialisations() -> None:
     assert normal.std().item() == pytest.approx(0.1, abs=0.01)
 
 
-@pytest.mark.parametrize("init", ["zeros", "uniform(1)", "normal(0, x)", "uniform(1, 0)", ""])
+def test_starts_that_are_alike_for_all_images() -> None:
+    channels = GateHeads(50, [1000], init="channels(2, 0.1)").weight
+    assert (channels == channels[:, :1]).all()
+    assert float(channels.mean()) == pytest.approx(2, abs=0.05)
+    assert float(channels[:, 0].std()) == pytest.approx(0.1, rel=0.2)
+    split = GateHeads(50, [1000], init="split(0.7)").weight
+    assert (split == split[:, :1]).all()
+    first = split[:, 0]
+    assert float((first == 1).float().mean()) == pytest.approx(0.7, abs=0.05)
+    closed = first[first != 1]
+    assert float(closed.min()) >= -0.5 and float(closed.max()) <= 0 and float(closed.std()) > 0.1
+
+
+@pytest.mark.parametrize(
+    "init",
+    [
+        "zeros",
+        "uniform(1)",
+        "split(0.5, 1)",
+        "split(2)",
+        "channels(1)",
+        "normal(0, x)",
+        "uniform(1, 0)",
+        "",
+    ],
+)
 def test_unknown_initialisation_is_refused(init: str) -> None:
     with pytest.raises(UserError, match="gate init"):
         GateHeads(5, WIDTHS, init=init)

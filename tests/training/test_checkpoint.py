@@ -44,7 +44,7 @@ def test_the_header_tells_format_version_and_configuration(saved) -> None:
 def test_optimiser_state_is_kept_by_parameter_name(tmp_path) -> None:
     config = tiny_config()
     model = model_from_config(config, 10)
-    optimizer = make_optimizer(model, config.train)
+    optimizer = make_optimizer(model, config)
     model(torch.randn(2, 3, 8, 8)).logits.sum().backward()
     optimizer.step()
     save_checkpoint(tmp_path / "c", model, config, INFO, TrainState(1), optimizer=optimizer)

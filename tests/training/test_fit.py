@@ -53,6 +53,18 @@ def test_a_run_leaves_checkpoint_metrics_and_configuration(whole_run) -> None:
         assert torch.equal(tensor, loaded.model.state_dict()[name])
 
 
+def test_gate_heads_learn_at_a_rate_of_their_own(tmp_path) -> None:
+    moved = {}
+    for scale in (0.0, 1.0, 10.0):
+        one_step = ("train.epochs=1", "train.finetune_epochs=0", "heads.init=ones")
+        slow = ("train.lr=1e-5", "train.schedule=constant", "train.precision=64-true")
+        config = tiny_config(*one_step, *slow, f"heads.lr_scale={scale}")
+        weight = run(config, tmp_path / str(scale)).model.heads.weight
+        moved[scale] = (weight.detach().double() - 1).abs().sum()
+    assert moved[0.0] == 0 < moved[1.0]
+    torch.testing.assert_close(moved[10.0], 10 * moved[1.0], rtol=0.05, atol=0)
+
+
 def test_the_same_seed_gives_the_same_run_and_another_does_not(whole_run, tmp_path) -> None:
     again = run(tiny_config(), tmp_path / "again")
     assert_same_weights(again.checkpoint, whole_run.checkpoint)
