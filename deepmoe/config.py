@@ -90,7 +90,7 @@ class LossConfig:
 class TrainConfig:
     """Both stages of training."""
 
-    epochs: int = 30  # joint stage
+    epochs: int = 30  # joint stage; 0 to fine-tune alone what train.start has trained
     finetune_epochs: int = 0  # frozen stage
     batch_size: int = 128
     lr: float = 0.1
@@ -103,7 +103,7 @@ class TrainConfig:
     nesterov: bool = False
     weight_decay: float = 5e-4
     seed: int = 0
-    start: str | None = None  # checkpoint whose base network, of the same widths, is started from
+    start: str | None = None  # checkpoint to start from: base network, and gates if it has them
     teacher: str | None = None  # checkpoint whose outputs are learnt from: loss.distillation
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
     budget_ramp: tuple[float, float] = (0.1, 0.6)  # joint stage: where the cost falls to it
@@ -152,7 +152,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "loss.label_smoothing": (0, 1),
     "loss.distillation": (0, 1),
     "loss.distillation_temperature": (TINY, 1e3),
-    "train.epochs": (1, 1e6),
+    "train.epochs": (0, 1e6),
     "train.finetune_epochs": (0, 1e6),
     "train.batch_size": (2, 1e7),  # batch norm needs more than one image
     "train.lr": (TINY, 1e3),
@@ -209,6 +209,10 @@ class RunConfig:
             raise UserError("heads.group is for relu heads only")
         if (self.train.teacher is None) != (self.loss.distillation == 0):
             raise UserError("train.teacher and a loss.distillation above 0 need each other")
+        if not self.train.total_epochs:
+            raise UserError("train.epochs and train.finetune_epochs must not both be 0")
+        if not self.train.epochs and self.train.start is None:
+            raise UserError("without a joint stage (train.epochs = 0), set train.start")
         if self.train.codes is not None and not self.train.finetune_epochs:
             raise UserError("train.codes needs a frozen stage: set train.finetune_epochs")
         if self.train.codes is not None and self.model.gates == "none":

@@ -67,7 +67,7 @@ def test_overrides_are_read_as_toml_and_else_as_text() -> None:
         (["train.epochs=three"], "train.epochs: expected int, got 'three'"),
         (["train.epochs=2.5"], "train.epochs: expected int"),
         (["train.epochs=true"], "train.epochs: expected int"),
-        (["train.epochs=0"], "train.epochs must lie from 1"),
+        (["train.epochs=-1"], "train.epochs must lie from 0"),
         (["train.weight_decay=-1"], "train.weight_decay must lie from 0"),
         (["train.lr=nan"], "train.lr must lie"),
         (["heads.share=2"], "heads.share"),

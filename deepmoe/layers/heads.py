@@ -47,8 +47,11 @@ class GateHeads(nn.Module):
         initialise(self.weight, init)
 
     def forward(self, e_BD: Tensor) -> Gates:
-        gates = _relu(project(e_BD, self.weight), self.revive)
-        return self.per_channel(gates, dim=1).split(self.widths, dim=1)
+        return self.side_by_side(e_BD).split(self.widths, dim=1)
+
+    def side_by_side(self, e_BD: Tensor) -> Tensor:
+        """The gates of all layers as one tensor."""
+        return self.per_channel(_relu(project(e_BD, self.weight), self.revive), dim=1)
 
     def per_channel(self, rows: Tensor, dim: int) -> Tensor:
         """What there is one of for each gate, for each channel."""
@@ -98,6 +101,10 @@ class NoisyTopKHeads(nn.Module):
             h = h + torch.randn_like(h) * F.softplus(project(e_BD, self.noise_weight))
         layers = zip(h.split(self.widths, dim=1), self.kept, strict=True)
         return tuple(_softmax_of_top(h_BC, k) for h_BC, k in layers)
+
+    def side_by_side(self, e_BD: Tensor) -> Tensor:
+        """The gates of all layers as one tensor."""
+        return torch.cat(self(e_BD), dim=1)
 
 
 def project(e_BD: Tensor, weight_CD: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from deepmoe.sparse.few_inputs import ImageConvolution, channel_multiple
 from deepmoe.sparse.folding import fold
 from deepmoe.sparse.graphs import Beside, GraphCache, Work
 from deepmoe.sparse.planner import Planner
-from deepmoe.sparse.routes import in_order, parts_by_route, route_numbers
+from deepmoe.sparse.routes import in_order, parts_by_route, routes_of
 from deepmoe.sparse.runners import FixedRunner, MaskedRunner, with_idle
 
 DENSITY_STEPS = 16  # in how many steps the planner tells densities apart
@@ -82,6 +82,7 @@ class SparseModel(DeepMoE):
         self.planner: Planner[Hashable] = Planner()
         self.graphs = GraphCache(device) if device.type == "cuda" else None
         self.beside = Beside(device)
+        self.of_many_routes: set[torch.Size] = set()  # shapes whose last batch had too many
         self.dynamic = DynamicNetwork(self.wiring[0], self.layers, self.whole)
         self.small_networks: CodeNetworks | None = None
         if model.codebook is not None:
@@ -142,10 +143,15 @@ class SparseModel(DeepMoE):
     def _run_by_route(self, start: Start, g_BC: Tensor, summary: Tensor) -> Tensor:
         """Logits of images, by the fastest way; the summary holds what the choice depends on."""
         x_BCHW, gates = start.features_BCHW, self._split(g_BC)
+        # After a batch of many routes, the next one is run before it is looked at: a GPU that is
+        # asked first would wait for the answer.
+        logits = self.run_masked(start, g_BC) if x_BCHW.shape in self.of_many_routes else None
         *numbers, active = summary.tolist()  # a GPU is waited for only once
         routes = len(set(numbers))
         if x_BCHW.is_cuda and routes > MOST_ROUTES_ON_GPU:
-            return self.run_masked(start, g_BC)
+            self.of_many_routes.add(x_BCHW.shape)
+            return self.run_masked(start, g_BC) if logits is None else logits
+        self.of_many_routes.discard(x_BCHW.shape)
         ways: dict[str, Callable[[], Tensor]] = {
             "dense": lambda: self.run_masked(start, g_BC),
             "dynamic": lambda: self.run_dynamic(start, gates, parts_by_route(gates, numbers)),
@@ -175,29 +181,29 @@ class SparseModel(DeepMoE):
 
         The summary holds the number of each image's route, and how many channels run in all.
         """
-        gates, embedding_logits, features = self._look_at(x_BCHW)
-        g_BC = torch.cat(gates, dim=1)
-        summary = torch.cat([route_numbers(gates), (g_BC > 0).sum()[None]])
+        g_BC, embedding_logits, features = self._look_at(x_BCHW)
+        numbers_B, active_B = routes_of(g_BC)
+        summary = torch.cat([numbers_B, active_B.sum()[None]])
         return g_BC, embedding_logits, features, summary
 
     def _find_codes(self, x_BCHW: Tensor) -> tuple[Tensor, ...]:
         """All gates, the embedding's logits, features sorted by code, and how to undo that."""
         assert self.codebook is not None and self.small_networks is not None
-        gates, embedding_logits, features = self._look_at(x_BCHW)
-        codes_B = self.codebook.nearest(gates)
-        g_BC = self.codebook.codes[codes_B].to(gates[0].dtype)
+        g_BC, embedding_logits, features = self._look_at(x_BCHW)
+        codes_B = self.codebook.nearest((g_BC,))
+        g_BC = self.codebook.codes[codes_B].to(g_BC.dtype)
         return g_BC, embedding_logits, *self.small_networks.sort(features, codes_B)
 
-    def _look_at(self, x_BCHW: Tensor) -> tuple[Gates, Tensor, Tensor]:
-        """The heads' gates, the embedding's logits, and what the first layers give."""
+    def _look_at(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads' gates side by side, the embedding's logits, and what the first layers give."""
         assert self.heads is not None
         with self.beside:
             images = x_BCHW if self.takes_any_image else self._converted(x_BCHW)
             features = self.wiring[0].wire_before_gates(images, self.whole)
         e_BD, embedding_logits = self.fast_embedding(x_BCHW)
-        gates = self.heads(e_BD)
+        g_BC = self.heads.side_by_side(e_BD)
         self.beside.join(features)
-        return gates, embedding_logits, features
+        return g_BC, embedding_logits, features
 
     def _split(self, g_BC: Tensor) -> Gates:
         return g_BC.split(self.backbone.gate_widths, dim=1)

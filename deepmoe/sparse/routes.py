@@ -7,16 +7,22 @@ import torch
 from torch import Tensor
 
 from deepmoe.layers import Gates
+from deepmoe.sparse.few_inputs import has_triton
 
 
-def route_numbers(gates: Gates) -> Tensor:
-    """For each image a number that stands for its route: which channels it runs.
+def routes_of(g_BC: Tensor) -> tuple[Tensor, Tensor]:
+    """For each image a number that stands for its route, and how many channels run.
 
     Routes that are alike have the same number, and others nearly always another one: comparing
     whole routes would take longer than the network.
     """
-    patterns = torch.cat([g > 0 for g in gates], dim=1)
-    return (patterns * _keys(patterns.shape[1], patterns.device)).sum(dim=1)
+    keys_C = _keys(g_BC.shape[1], g_BC.device)
+    if g_BC.is_cuda and has_triton():
+        from deepmoe.sparse import triton_kernels
+
+        return triton_kernels.routes(g_BC, keys_C)
+    runs_BC = g_BC > 0
+    return (runs_BC * keys_C).sum(dim=1), runs_BC.sum(dim=1)
 
 
 def parts_by_route(gates: Gates, numbers: list[int] | None = None) -> list[Tensor]:
@@ -24,13 +30,15 @@ def parts_by_route(gates: Gates, numbers: list[int] | None = None) -> list[Tenso
 
     Args:
         gates: of the batch.
-        numbers: their `route_numbers`, if known.
+        numbers: of their routes, if known.
     """
     device = gates[0].device
     if len(gates[0]) == 1:
         return [torch.zeros(1, dtype=torch.long, device=device)]
+    if numbers is None:
+        numbers = routes_of(torch.cat(gates, dim=1))[0].tolist()
     images = defaultdict(list)
-    for image, number in enumerate(route_numbers(gates).tolist() if numbers is None else numbers):
+    for image, number in enumerate(numbers):
         images[number].append(image)
     parts = [torch.tensor(part, device=device) for part in images.values()]
     patterns = torch.cat([g > 0 for g in gates], dim=1)

@@ -52,6 +52,7 @@ def _finish_kernel(
     scale,
     bias,
     gate,
+    gate_stride,
     positions,
     channels,
     tiles,
@@ -76,7 +77,9 @@ def _finish_kernel(
     if RELU:
         y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if GATE:
-        y *= tl.load(gate + image * channels + column, mask=there).to(tl.float32)[None, :]
+        y *= tl.load(gate + image.to(tl.int64) * gate_stride + column, mask=there).to(tl.float32)[
+            None, :
+        ]
     tl.store(at, y.to(x.dtype.element_ty), mask=inside)
 
 
@@ -99,13 +102,15 @@ def finish_(
     """
     images, channels, height, width = x_BCHW.shape
     assert x_BCHW.is_contiguous(memory_format=torch.channels_last)
+    assert gate is None or channels == 1 or gate.stride(1) == 1
     rows, columns = _tile(channels)
     tiles = triton.cdiv(height * width, rows)
     _finish_kernel[(images * tiles, triton.cdiv(channels, columns))](
         x_BCHW,
         x_BCHW if scale is None else scale,
         x_BCHW if bias is None else bias,
-        x_BCHW if gate is None else gate.contiguous(),
+        x_BCHW if gate is None else gate,
+        0 if gate is None else gate.stride(0),
         height * width,
         channels,
         tiles,
@@ -268,6 +273,30 @@ def patches(
         ROOM=room,
     )
     return out.permute(0, 3, 1, 2)
+
+
+@triton.jit
+def _routes_kernel(g, keys, numbers, active, channels, BLOCK: tl.constexpr):  # pragma: no cover
+    image = tl.program_id(0)
+    number = tl.zeros((BLOCK,), tl.int64)
+    count = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, channels, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        there = column < channels
+        on = tl.load(g + image.to(tl.int64) * channels + column, mask=there, other=0.0) > 0
+        number += tl.where(on, tl.load(keys + column, mask=there, other=0), 0)
+        count += on.to(tl.int64)
+    tl.store(numbers + image, tl.sum(number, axis=0))
+    tl.store(active + image, tl.sum(count, axis=0))
+
+
+def routes(g_BC: Tensor, keys_C: Tensor) -> tuple[Tensor, Tensor]:
+    """For each image the sum of its open channels' keys, and their number; in one pass."""
+    numbers, active = torch.empty(2, len(g_BC), dtype=torch.int64, device=g_BC.device)
+    channels = g_BC.shape[1]
+    block = min(1024, triton.next_power_of_2(max(1, channels)))
+    _routes_kernel[(len(g_BC),)](g_BC.contiguous(), keys_C, numbers, active, channels, BLOCK=block)
+    return numbers, active
 
 
 def _tile(channels: int) -> tuple[int, int]:

@@ -98,11 +98,16 @@ def fit(
 
 
 def _start_from(path: str, model: DeepMoE) -> None:
-    """Copies the weights of a checkpoint's base network."""
+    """Copies a checkpoint's weights: of the base network, and of the routing if both have it."""
+    start = load_checkpoint(path).model
     try:
-        model.backbone.load_state_dict(load_checkpoint(path).model.backbone.state_dict())
+        model.backbone.load_state_dict(start.backbone.state_dict())
+        if model.gated and start.gated:
+            pairs = zip(model.routing_modules(), start.routing_modules(), strict=True)
+            for module, trained in pairs:
+                module.load_state_dict(trained.state_dict())
     except RuntimeError as error:
-        raise UserError(f"the base network of {path} has other layers or widths") from error
+        raise UserError(f"the network of {path} has other layers or widths") from error
 
 
 def _load_teacher(path: str, model: DeepMoE) -> DeepMoE:

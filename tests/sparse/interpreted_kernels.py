@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deepmoe.sparse.few_inputs import ImageConvolution
 from deepmoe.sparse.folding import FoldedLayer
-from deepmoe.sparse.triton_kernels import collect, finish_, max_pool
+from deepmoe.sparse.triton_kernels import collect, finish_, max_pool, routes
 
 PRECISIONS = (torch.float32, torch.bfloat16)
 
@@ -31,7 +31,7 @@ def check_finish() -> None:
     for channels, size, dtype in itertools.product((3, 140), ((1, 1), (7, 9)), PRECISIONS):
         x = channels_last(3, channels, *size, dtype=dtype)
         scale, bias = torch.randn(channels), torch.randn(channels)
-        gate = torch.rand(3, channels)
+        gate = torch.rand(3, channels + 5)[:, 5:]  # a layer's part of all gates
         y = x.float() * scale[:, None, None] + bias[:, None, None]
         expected = (y.relu() * gate[:, :, None, None]).to(dtype)
         torch.testing.assert_close(
@@ -47,6 +47,15 @@ def check_max_pool() -> None:
     ):
         x = channels_last(2, channels, *size, dtype=dtype)
         torch.testing.assert_close(max_pool(x, *window), F.max_pool2d(x, *window), rtol=0, atol=0)
+
+
+def check_routes() -> None:
+    for images, channels in itertools.product((1, 3), (1, 700, 2100)):
+        gates = (torch.rand(images, channels) - 0.5).relu()
+        keys = torch.randint(2**62, (channels,))  # their sum overflows, on purpose
+        numbers, active = routes(gates, keys)
+        torch.testing.assert_close(numbers, ((gates > 0) * keys).sum(dim=1))
+        torch.testing.assert_close(active, (gates > 0).sum(dim=1))
 
 
 def check_image_convolution() -> None:
@@ -77,5 +86,6 @@ torch.manual_seed(0)
 check_collect()
 check_finish()
 check_max_pool()
+check_routes()
 check_image_convolution()
 print("equal")

@@ -35,3 +35,20 @@ def test_outputs_equal_on_a_gpu(
         for ours, theirs in ((first, expected), (second, other)):
             assert (ours.double() - theirs).abs().max() <= allowed * theirs.abs().max()
     assert sparse.planner.chosen
+
+
+@needs_cuda
+def test_batches_of_many_routes_and_of_few_in_turn() -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    model = create_model("vgg16", classes=20).eval().cuda()
+    set_routes(model, (32, 32), density=0.5)  # a route for each class
+    sparse = sparsify(model)
+    many = torch.randn(64, 3, 32, 32, device="cuda")
+    few = many[:1].expand(64, -1, -1, -1).contiguous()
+    for _ in range(6):
+        for x in (many, many, few):
+            with torch.inference_mode():
+                expected = model(x).logits
+            error = (sparse(x).logits - expected).abs().max()
+            assert error <= 1e-4 * expected.abs().max()
+    assert len({tuple(r) for r in (torch.cat(model(many).gates, dim=1) > 0).tolist()}) > 8

@@ -331,6 +331,24 @@ def test_a_run_starts_from_another_and_learns_from_it(whole_run, tmp_path) -> No
         run(wider, tmp_path / "wider")
 
 
+def test_a_trained_model_gets_a_codebook_by_a_frozen_stage_alone(whole_run, tmp_path) -> None:
+    trained = load_checkpoint(whole_run.checkpoint).model
+    settings = ("train.epochs=0", "train.finetune_epochs=1", "train.codes=3")
+    result = run(tiny_config(*settings, f"train.start={whole_run.checkpoint}"), tmp_path)
+    torch.testing.assert_close(result.model.heads.weight.cpu(), trained.heads.weight)
+    for name, tensor in trained.embedding.state_dict().items():
+        torch.testing.assert_close(result.model.embedding.state_dict()[name].cpu(), tensor)
+    assert 1 <= len(result.model.codebook.codes) <= 3
+    assert [m["stage"] for m in read_metrics(result.metrics)] == ["finetune"]
+
+
+def test_some_stage_must_train_and_the_frozen_one_needs_what_is_trained() -> None:
+    with pytest.raises(UserError, match="not both be 0"):
+        tiny_config("train.epochs=0", "train.finetune_epochs=0", "train.start=x.safetensors")
+    with pytest.raises(UserError, match="without a joint stage"):
+        tiny_config("train.epochs=0", "train.finetune_epochs=1")
+
+
 def test_a_teacher_and_its_share_need_each_other() -> None:
     for alone in ("loss.distillation=0.5", "train.teacher=x.safetensors"):
         with pytest.raises(UserError, match="need each other"):
