@@ -87,15 +87,6 @@ def convolve_gated(layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, gate_BC: 
     return finish_(y, bias=layer.bias, gate=gate_BC, relu=layer.relu)
 
 
-def multiply_channels(x_BCHW: Tensor, gate_BC: Tensor) -> Tensor:
-    """Multiplies channels by gates; may write over its input."""
-    if not cudnn_runs(x_BCHW) or not x_BCHW.numel():
-        return scale_channels(x_BCHW, gate_BC)
-    from deepmoe.sparse.triton_kernels import finish_
-
-    return finish_(x_BCHW.contiguous(memory_format=torch.channels_last), gate=gate_BC)
-
-
 def convolve_plainly(
     layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, onto_BCHW: Tensor | None = None
 ) -> Tensor:

@@ -17,7 +17,7 @@ from deepmoe.sparse.dynamic import DynamicNetwork
 from deepmoe.sparse.embedding import FastEmbedding
 from deepmoe.sparse.few_inputs import ImageConvolution, channel_multiple
 from deepmoe.sparse.folding import fold
-from deepmoe.sparse.graphs import Beside, GraphCache, Work
+from deepmoe.sparse.graphs import Beside, GraphCache, Work, on_its_way
 from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.routes import in_order, parts_by_route, routes_of
 from deepmoe.sparse.runners import FixedRunner, MaskedRunner, with_idle
@@ -143,10 +143,11 @@ class SparseModel(DeepMoE):
     def _run_by_route(self, start: Start, g_BC: Tensor, summary: Tensor) -> Tensor:
         """Logits of images, by the fastest way; the summary holds what the choice depends on."""
         x_BCHW, gates = start.features_BCHW, self._split(g_BC)
+        read = on_its_way(summary)
         # After a batch of many routes, the next one is run before it is looked at: a GPU that is
         # asked first would wait for the answer.
         logits = self.run_masked(start, g_BC) if x_BCHW.shape in self.of_many_routes else None
-        *numbers, active = summary.tolist()  # a GPU is waited for only once
+        *numbers, active = read()  # a GPU is waited for only once
         routes = len(set(numbers))
         if x_BCHW.is_cuda and routes > MOST_ROUTES_ON_GPU:
             self.of_many_routes.add(x_BCHW.shape)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from deepmoe.backbones import Backbone, Runner
 from deepmoe.layers import Gates
-from deepmoe.ops import onto_stream
-from deepmoe.sparse.convolution import Convolution, cudnn_runs, multiply_channels
+from deepmoe.ops import onto_stream, scale_channels
+from deepmoe.sparse.convolution import Convolution, cudnn_runs
 from deepmoe.sparse.few_inputs import channel_multiple
 from deepmoe.sparse.folding import FoldedLayer
 
@@ -19,12 +19,18 @@ class EngineRunner(Runner):
     """What all runners of the engine share."""
 
     def max_pool(self, x_BCHW: Tensor, size: int, stride: int, padding: int = 0) -> Tensor:
+        return self.max_pool_gated(x_BCHW, size, stride, padding, None)
+
+    def max_pool_gated(
+        self, x_BCHW: Tensor, size: int, stride: int, padding: int, gate_BC: Tensor | None
+    ) -> Tensor:
+        """Max pooling, the maxima multiplied by gates."""
         if not cudnn_runs(x_BCHW) or not x_BCHW.shape[1]:
-            return super().max_pool(x_BCHW, size, stride, padding)
+            return scale_channels(super().max_pool(x_BCHW, size, stride, padding), gate_BC)
         from deepmoe.sparse import triton_kernels
 
         x_BCHW = x_BCHW.contiguous(memory_format=torch.channels_last)
-        return triton_kernels.max_pool(x_BCHW, size, stride, padding)
+        return triton_kernels.max_pool(x_BCHW, size, stride, padding, gate_BC)
 
 
 class FixedRunner(EngineRunner):
@@ -72,9 +78,8 @@ class MaskedRunner(EngineRunner):
 
     def convolve_and_pool(self, path: str, x_BCHW: Tensor, size: int, stride: int) -> Tensor:
         # A gate is not negative, so that it may as well multiply the maxima: there are fewer.
-        pooled = self.max_pool(self.fixed.convolve(path, x_BCHW), size, stride)
-        gate = self._gate(path)
-        return pooled if gate is None else multiply_channels(pooled, gate)
+        convolved = self.fixed.convolve(path, x_BCHW)
+        return self.max_pool_gated(convolved, size, stride, 0, self._gate(path))
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         return self.fixed.classify(path, x)

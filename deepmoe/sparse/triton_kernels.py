@@ -127,6 +127,8 @@ def finish_(
 @triton.jit(do_not_specialize=["height", "width", "out_height", "out_width", "tiles"])
 def _max_pool_kernel(
     x,
+    gate,
+    gate_stride,
     out,
     height,
     width,
@@ -137,6 +139,7 @@ def _max_pool_kernel(
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
     PADDING: tl.constexpr,
+    GATE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # pragma: no cover
@@ -156,15 +159,29 @@ def _max_pool_kernel(
             value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
             value = tl.where(inside, value, float("-inf"))
             best = tl.maximum(best, value, propagate_nan=tl.PropagateNan.ALL)
+    if GATE:
+        at_gate = gate + image.to(tl.int64) * gate_stride + column
+        best *= tl.load(at_gate, mask=column < channels).to(tl.float32)[None, :]
     start = line.to(tl.int64) * out_width * channels
     to = out + start + position[:, None] * channels + column[None, :]
     tl.store(to, best.to(out.dtype.element_ty), mask=there)
 
 
-def max_pool(x_BCHW: Tensor, size: int, stride: int, padding: int) -> Tensor:
-    """Max pooling of a tensor that is channels last, as is the result."""
+def max_pool(
+    x_BCHW: Tensor, size: int, stride: int, padding: int, gate: Tensor | None = None
+) -> Tensor:
+    """Max pooling of a tensor that is channels last, as is the result.
+
+    Args:
+        x_BCHW: to pool.
+        size: of the windows.
+        stride: from one window to the next.
+        padding: how far the first one lies outside.
+        gate: of each image and channel; multiplies the maxima.
+    """
     images, channels, height, width = x_BCHW.shape
     assert x_BCHW.is_contiguous(memory_format=torch.channels_last)
+    assert gate is None or channels == 1 or gate.stride(1) == 1
     out_height, out_width = pooled_size(x_BCHW, size, stride, padding)
     out = x_BCHW.new_empty(images, out_height, out_width, channels)
     columns = min(128, triton.next_power_of_2(channels))
@@ -172,6 +189,8 @@ def max_pool(x_BCHW: Tensor, size: int, stride: int, padding: int) -> Tensor:
     tiles = triton.cdiv(out_width, rows)
     _max_pool_kernel[(images * out_height * tiles, triton.cdiv(channels, columns))](
         x_BCHW,
+        x_BCHW if gate is None else gate,
+        0 if gate is None else gate.stride(0),
         out,
         height,
         width,
@@ -182,6 +201,7 @@ def max_pool(x_BCHW: Tensor, size: int, stride: int, padding: int) -> Tensor:
         SIZE=size,
         STRIDE=stride,
         PADDING=padding,
+        GATE=gate is not None,
         ROWS=rows,
         COLUMNS=columns,
     )

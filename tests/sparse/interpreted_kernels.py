@@ -46,7 +46,11 @@ def check_max_pool() -> None:
         (5, 130), ((2, 2), (5, 14)), ((2, 2, 0), (3, 2, 1)), PRECISIONS
     ):
         x = channels_last(2, channels, *size, dtype=dtype)
-        torch.testing.assert_close(max_pool(x, *window), F.max_pool2d(x, *window), rtol=0, atol=0)
+        pooled = F.max_pool2d(x, *window)
+        torch.testing.assert_close(max_pool(x, *window), pooled, rtol=0, atol=0)
+        gate = torch.rand(2, channels + 3)[:, 3:]
+        gated = (pooled.float() * gate[:, :, None, None]).to(dtype)
+        torch.testing.assert_close(max_pool(x, *window, gate), gated)
 
 
 def check_routes() -> None:
