@@ -44,7 +44,8 @@ class GateHeads(nn.Module):
         self.revive = revive
         self.group = group
         self.weight = nn.Parameter(torch.empty(sum(self.rows), dim))
-        initialise(self.weight, init)
+        for of_layer in self.weight.split(self.rows):
+            initialise(of_layer, init)
 
     def forward(self, e_BD: Tensor) -> Gates:
         return self.side_by_side(e_BD).split(self.widths, dim=1)
@@ -134,7 +135,7 @@ CLOSED = (-0.5, 0.0)  # where `split` starts the channels that are not open
 
 @torch.no_grad()
 def initialise(weight: Tensor, init: str) -> None:
-    """Fills a gate matrix.
+    """Fills a layer's gate matrix.
 
     Args:
         weight: to fill; a row for each gate, a column for each mixture weight.
@@ -162,7 +163,14 @@ def initialise(weight: Tensor, init: str) -> None:
             case "channels":
                 weight.copy_(nn.init.normal_(column, numbers[0], numbers[1]))
             case "split":
-                chosen = torch.bernoulli(torch.full_like(column, numbers[0])).bool()
-                weight.copy_(nn.init.uniform_(column, *CLOSED).masked_fill(chosen, 1.0))
+                nn.init.uniform_(column, *CLOSED)
+                column[torch.randperm(len(column))[: _share(numbers[0], len(column))]] = 1.0
+                weight.copy_(column)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"gate init {init!r} is out of range: {error}") from error
+
+
+def _share(share: float, of: int) -> int:
+    if not 0 <= share <= 1:
+        raise ValueError("a share lies from 0 to 1")
+    return round(share * of)

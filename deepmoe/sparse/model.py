@@ -82,7 +82,7 @@ class SparseModel(DeepMoE):
         self.planner: Planner[Hashable] = Planner()
         self.graphs = GraphCache(device) if device.type == "cuda" else None
         self.beside = Beside(device)
-        self.of_many_routes: set[torch.Size] = set()  # shapes whose last batch had too many
+        self.dense_shapes: set[torch.Size] = set()  # whose last batch ran all channels, on a GPU
         self.dynamic = DynamicNetwork(self.wiring[0], self.layers, self.whole)
         self.small_networks: CodeNetworks | None = None
         if model.codebook is not None:
@@ -144,20 +144,21 @@ class SparseModel(DeepMoE):
         """Logits of images, by the fastest way; the summary holds what the choice depends on."""
         x_BCHW, gates = start.features_BCHW, self._split(g_BC)
         read = on_its_way(summary)
-        # After a batch of many routes, the next one is run before it is looked at: a GPU that is
-        # asked first would wait for the answer.
-        logits = self.run_masked(start, g_BC) if x_BCHW.shape in self.of_many_routes else None
-        *numbers, active = read()  # a GPU is waited for only once
+        # A GPU that is asked for the routes first would wait for the answer. Where the last batch
+        # ran all channels, so does this one, and its routes are looked at meanwhile.
+        ahead = self.run_masked(start, g_BC) if x_BCHW.shape in self.dense_shapes else None
+        *numbers, active = read()
         routes = len(set(numbers))
-        if x_BCHW.is_cuda and routes > MOST_ROUTES_ON_GPU:
-            self.of_many_routes.add(x_BCHW.shape)
-            return self.run_masked(start, g_BC) if logits is None else logits
-        self.of_many_routes.discard(x_BCHW.shape)
+        case = (x_BCHW.shape, routes, round(DENSITY_STEPS * active / g_BC.numel()))
+        many = x_BCHW.is_cuda and routes > MOST_ROUTES_ON_GPU
+        if many or (x_BCHW.is_cuda and self.planner.chosen.get(case) == "dense"):
+            self.dense_shapes.add(x_BCHW.shape)
+            return self.run_masked(start, g_BC) if ahead is None else ahead
+        self.dense_shapes.discard(x_BCHW.shape)
         ways: dict[str, Callable[[], Tensor]] = {
             "dense": lambda: self.run_masked(start, g_BC),
             "dynamic": lambda: self.run_dynamic(start, gates, parts_by_route(gates, numbers)),
         }
-        case = (x_BCHW.shape, routes, round(DENSITY_STEPS * active / g_BC.numel()))
         warm_up = max(1, PLANNING_IMAGES // len(x_BCHW))
         return self.planner.run(case, ways, x_BCHW.device, warm_up)
 
