@@ -281,3 +281,8 @@ def _origin(result: dict[str, Any]) -> str:
         *([result["note"]] if "note" in result else []),
     ]
     return f"({'; '.join(parts)})"
+
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")

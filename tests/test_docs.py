@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +24,17 @@ def test_generated_tables_are_up_to_date() -> None:
     assert filled("<!-- models -->\n<!-- /models -->") == filled(
         "<!-- models -->\nold\n<!-- /models -->"
     )
+
+
+def test_make_docs_brings_a_table_up_to_date(tmp_path: Path) -> None:
+    for folder in ("docs", "results", "sweeps"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    readme = (ROOT / "README.md").read_text()
+    stale = readme.replace("| `vgg16` |", "| `vgg17` |")
+    assert stale != readme
+    (tmp_path / "README.md").write_text(stale)
+    subprocess.run([sys.executable, str(tmp_path / "docs" / "update_tables.py")], check=True)
+    assert (tmp_path / "README.md").read_text() == readme
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
