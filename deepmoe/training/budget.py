@@ -60,6 +60,8 @@ class MacsBudget:
             torch.arange(len(self.widths), device=device),
             torch.tensor(model.heads.rows, device=device),
         )
+        numbers = torch.arange(len(model.heads.weight), device=device)
+        self.row_of = model.heads.per_channel(numbers, dim=0)  # of each channel
         self.quadratic = cost_matrix(model.backbone, size).to(device)
         self.ramp = train.budget_ramp
         self.floor = train.channel_floor
@@ -105,17 +107,57 @@ class MacsBudget:
 
     @torch.no_grad()
     def calibrate(self, model: DeepMoE, batches: Iterable[Batch]) -> None:
-        """Meets the target on given images, in evaluation mode, by one common threshold."""
-        scores = self._collect_scores(model, batches)
-        highest = self._highest_thresholds(scores)
-        low, high = -4.0, 4.0  # in units of each layer's scale
+        """Meets the target on given images, in evaluation mode.
+
+        What is too much goes with the weakest gates, which are closed for good: a threshold would
+        change all others too. What is too little comes by one common threshold.
+        """
+        scores_BC = self._collect_scores(model, batches)
+        if float(self._share_of(scores_BC)) > self.target:
+            self._close_weakest(scores_BC)
+        else:
+            self._lower_thresholds(scores_BC)
+
+    def _close_weakest(self, scores_BC: Tensor) -> None:
+        row_of = self.row_of
+        strengths = scores_BC.relu().mean(dim=0).double()
+        layer_means = self._by_layer(strengths[None])[0] / self.widths
+        strengths = strengths / layer_means[self.layer_of].clamp_min(1e-12)
+        rows = torch.zeros(len(self.heads.weight), dtype=torch.float64, device=strengths.device)
+        rows.index_add_(0, row_of, strengths)  # gates of several channels count for all of them
+        order = rows.argsort()
+        order = order[self._may_close(order)]
+        fewest, most = 0, len(order)
+        while fewest < most:  # rows to close
+            middle = (fewest + most) // 2
+            closed = torch.zeros_like(rows, dtype=torch.bool)
+            closed[order[:middle]] = True
+            share = self._share_of(scores_BC.masked_fill(closed[row_of], 0.0))
+            fewest, most = (middle + 1, most) if float(share) > self.target else (fewest, middle)
+        weak = order[:fewest]
+        weights = self.heads.weight
+        weights[weak] -= weights[weak].amax(dim=1, keepdim=True).clamp_min(0)
+
+    def _may_close(self, order: Tensor) -> Tensor:
+        """Which rows, weakest first, leave each layer its floor when they are closed."""
+        layers = self.layer_of_row[order]
+        rows = torch.tensor(self.heads.rows, device=order.device)
+        places = torch.zeros_like(order)  # of a row among those of its layer
+        for layer in range(len(rows)):
+            places[layers == layer] = torch.arange(int(rows[layer]), device=order.device)
+        return places < (rows * (1 - self.floor)).floor().long()[layers]
+
+    def _lower_thresholds(self, scores_BC: Tensor) -> None:
+        low, high = -4.0, 0.0  # in units of each layer's scale
         direction = self.pressure * self._scales()
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            shift = torch.minimum(middle * direction, highest)
-            share = self._share(self._by_layer(scores > shift[self.layer_of])).mean()
+            share = self._share_of(scores_BC - (middle * direction)[self.layer_of])
             low, high = (middle, high) if float(share) > self.target else (low, middle)
-        self._raise_thresholds(torch.minimum(low * direction, highest))
+        self._raise_thresholds(high * direction)
+
+    def _share_of(self, scores_BC: Tensor) -> Tensor:
+        return self._share(self._by_layer(scores_BC > 0)).mean()
 
     def _by_layer(self, values_BC: Tensor) -> Tensor:
         """Sums over the channels of each layer."""
@@ -159,12 +201,3 @@ class MacsBudget:
                 if images >= CALIBRATION_IMAGES:
                     break
         return torch.cat(found)
-
-    def _highest_thresholds(self, scores_BC: Tensor) -> Tensor:
-        """For each layer, the threshold that leaves just its floor running."""
-        highest = []
-        for layer, width in enumerate(self.widths.long().tolist()):
-            of_layer = scores_BC[:, self.layer_of == layer].flatten().sort(descending=True).values
-            kept = min(len(of_layer) - 1, int(self.floor * width * len(scores_BC)))
-            highest.append(of_layer[kept].double())
-        return torch.stack(highest)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from helpers import tiny_config
 
-from deepmoe.config import TrainConfig
+from deepmoe.config import HeadsConfig, TrainConfig
 from deepmoe.costs import active_share, count_macs
 from deepmoe.errors import UserError
 from deepmoe.registry import create_model
@@ -157,3 +157,27 @@ def test_closed_gates_keep_a_gradient_under_a_budget() -> None:
     assert all((g == 0).all() for g in output.gates)
     output.logits.square().sum().backward()
     assert model.heads.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_calibration_closes_the_weakest_gates_and_leaves_all_others(group: int) -> None:
+    model = create_model("resnet20", classes=10, heads=HeadsConfig(group=group)).eval()
+    torch.nn.init.normal_(model.heads.weight, 1.0, 0.1)  # near one: no threshold parts them
+    budget = MacsBudget(model, 16, TrainConfig(target_macs=0.6, channel_floor=0.3), steps=10)
+    batches = [(torch.randn(64, 3, 16, 16), torch.zeros(64))]
+    with torch.no_grad():
+        before = torch.cat(model.route(batches[0][0])[0], dim=1)
+        budget.calibrate(model, batches)
+        gates = model.route(batches[0][0])[0]
+        after = torch.cat(gates, dim=1)
+    share = float(count_macs(model, 16, gates).double().mean() / budget.dense)
+    assert 0.6 - 0.008 * group < share <= 0.6  # within what one gate costs
+    closed = (after == 0).all(dim=0)
+    assert torch.equal(after[:, ~closed], before[:, ~closed])
+    means = before.mean(dim=0).split(model.heads.widths)
+    for of_layer, off in zip(means, closed.split(model.heads.widths), strict=True):
+        assert 0.3 <= float((~off).float().mean()) < 1
+        if group == 1:
+            assert float(of_layer[off].max()) <= float(of_layer[~off].min())
+    alive = model.heads.per_channel(model.heads.weight.amax(dim=1) > 0, dim=0)
+    assert torch.equal(alive, ~closed)  # and can be removed for good
