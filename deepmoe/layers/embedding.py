@@ -50,7 +50,12 @@ class ShallowEmbedding(nn.Module):
             *(GatedConv(i, o, 3, stride=2) for i, o in zip(inputs, widths, strict=True))
         )
         self.project = nn.Linear(widths[-1], self.dim)
-        self.classifier = nn.Linear(dim, classes) if form == "latent" else nn.Identity()
+        self.classifier: nn.Module = nn.Identity()
+        if form == "latent":
+            self.classifier = nn.Linear(dim, classes)
+            # Mixture weights start at one over their number. A classifier whose weights started
+            # as if they were about one would pass on next to no gradient.
+            nn.init.uniform_(self.classifier.weight, -(dim**0.5), dim**0.5)
 
     def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mixture weights e_BD (on the simplex) and the class logits of L_e."""

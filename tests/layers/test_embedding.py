@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import counted_macs
 
 from deepmoe.errors import UserError
@@ -75,3 +76,16 @@ def test_other_precisions(form: str, dtype: torch.dtype) -> None:
 def test_bad_options_are_named(options: dict) -> None:
     with pytest.raises(UserError):
         ShallowEmbedding(10, **options)
+
+
+def test_latent_form_learns_to_classify() -> None:
+    torch.manual_seed(0)
+    embedding = ShallowEmbedding(4, form="latent", dim=32, widths=(8, 8))
+    x, labels = torch.randn(64, 3, 8, 8), torch.arange(4).repeat(16)
+    x += labels[:, None, None, None]
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    for _ in range(60):
+        optimizer.zero_grad()
+        F.cross_entropy(embedding(x)[1], labels).backward()
+        optimizer.step()
+    assert F.cross_entropy(embedding(x)[1], labels) < 0.5  # 1.39 by chance
