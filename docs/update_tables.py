@@ -214,13 +214,27 @@ def sweep_table(name: str) -> str:
             row["run"],
             row["seeds"],
             _percent(row, "accuracy"),
-            "" if "macs" not in row else format_macs(row["macs"]),
+            f"{row['evaluation_loss']:.3f}" if "evaluation_loss" in row else "",
+            _percent(row, "train_accuracy"),
+            format_macs(row["macs"]) if "macs" in row else "",
         )
         for row in summary(grid, folder)
     ]
     one = json.loads(min(folder.glob("*.json")).read_text(encoding="utf-8"))
-    header = ["run", "seeds done", f"accuracy ({one['values']['last']['evaluated_on']})", "MACs"]
+    evaluated_on = one["values"]["last"]["evaluated_on"]
+    header = ["run", "seeds", f"accuracy ({evaluated_on})", "loss", "training accuracy", "MACs"]
     return f"{markdown_table(header, rows)}\n\n{_origin(one)}"
+
+
+def curve_table(name: str) -> str:
+    """Accuracy and cost of one checkpoint, its small gates closed more and more."""
+    result = _read_result(name)
+    rows = [
+        (f"{p['threshold']:g}", f"{p['macs_share']:.1%}", f"{p['accuracy']:.2%}")
+        for p in result["values"]
+    ]
+    header = ["gates closed below", "of dense MACs", "accuracy"]
+    return f"{markdown_table(header, rows)}\n\n{_origin(result)}"
 
 
 def _percent(row: dict[str, Any], key: str) -> str:
@@ -248,6 +262,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "sparse-grid": partial(sparse_grid_table, "cpu"),
     "sparse-grid-gpu": partial(sparse_grid_table, "gpu"),
     "vgg16-narrow-first": partial(sweep_table, "vgg16_narrow_first"),
+    "vgg16-gates": partial(sweep_table, "vgg16_gates"),
+    "vgg16-taught": partial(sweep_table, "vgg16_taught"),
+    "vgg16-teachers": partial(sweep_table, "vgg16_teachers"),
+    "resnet56-first": partial(sweep_table, "resnet56_first"),
+    "vgg16-final": partial(sweep_table, "vgg16_final"),
+    "curve-first": partial(curve_table, "vgg16_curve_first"),
     "profile-cpu": sparse_profile_cpu_table,
     "profile-gpu": sparse_profile_gpu_table,
 }
