@@ -94,10 +94,11 @@ class TrainConfig:
     finetune_epochs: int = 0  # frozen stage
     batch_size: int = 128
     lr: float = 0.1
-    schedule: Literal["one-cycle", "step", "constant"] = "one-cycle"
+    # one-cycle: of the joint stage, and another fall in the frozen one; long-cycle: one over both
+    schedule: Literal["one-cycle", "long-cycle", "step", "constant"] = "one-cycle"
     milestones: tuple[int, ...] = ()  # of `step`, in epochs over both stages
     lr_decay: float = 0.1  # of `step`
-    warmup: float = 0.2  # of `one-cycle`: share of the joint stage in which the rate rises
+    warmup: float = 0.2  # of a cycle: share of it in which the rate rises
     finetune_lr: float = 0.01  # of `one-cycle`: where the frozen stage's decay starts
     momentum: float = 0.9
     nesterov: bool = False

@@ -31,10 +31,11 @@ def learning_rate(train: TrainConfig, epoch: float) -> float:
         return train.lr
     if train.schedule == "step":
         return train.lr * train.lr_decay ** sum(epoch >= m for m in train.milestones)
-    if epoch >= train.epochs:
-        done = (epoch - train.epochs) / max(1, train.finetune_epochs)
+    length = train.total_epochs if train.schedule == "long-cycle" else train.epochs
+    if epoch >= length:
+        done = (epoch - length) / max(1, train.finetune_epochs)
         return train.finetune_lr * (1 - done)
-    done = epoch / train.epochs
+    done = epoch / length
     if done < train.warmup:
         return train.lr * (FIRST_RATE + (1 - FIRST_RATE) * done / train.warmup)
     return train.lr * (1 - done) / (1 - train.warmup)

@@ -21,6 +21,14 @@ def test_one_cycle_rises_falls_and_starts_anew_when_frozen() -> None:
     assert rates == pytest.approx([0.04, 0.52, 1.0, 0.5, 0.0, 0.1, 0.05, 0.0], abs=2e-3)
 
 
+def test_a_long_cycle_falls_through_both_stages() -> None:
+    train = TrainConfig(epochs=6, finetune_epochs=4, lr=1.0, warmup=0.2, schedule="long-cycle")
+    rates = [learning_rate(train, epoch) for epoch in (0, 1, 2, 6, 8, 9.99)]
+    assert rates == pytest.approx([0.04, 0.52, 1.0, 0.5, 0.25, 0.0], abs=2e-3)
+    dense = TrainConfig(epochs=10, finetune_epochs=0, lr=1.0, warmup=0.2)
+    assert rates == pytest.approx([learning_rate(dense, e) for e in (0, 1, 2, 6, 8, 9.99)])
+
+
 @pytest.mark.parametrize("epoch", [0, 5, 99])
 def test_constant(epoch: int) -> None:
     assert learning_rate(TrainConfig(schedule="constant", lr=0.3), epoch) == 0.3
