@@ -1,7 +1,7 @@
 """Gate heads: from mixture weights to one gate a channel, for all layers at once."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -77,15 +77,15 @@ class NoisyTopKHeads(nn.Module):
         dim: number of mixture weights.
         widths: channels of each gated convolution.
         share: share of each layer's channels that is kept; at least one is.
-        init: of W, as in `GateHeads`; `ones` would tie all channels, and is refused.
+        init: of W, as in `GateHeads`; `ones` and `split` would tie channels, and are refused.
     """
 
     def __init__(
         self, dim: int, widths: Sequence[int], *, share: float = 0.5, init: str = "normal(0, 1)"
     ) -> None:
         super().__init__()
-        if init.strip() == "ones":
-            raise UserError("noisy top-k heads can't start from ones, where every channel ties")
+        if init.strip() == "ones" or init.strip().startswith("split"):
+            raise UserError(f"noisy top-k heads can't start from {init}, where channels tie")
         if not 0 < share <= 1:
             raise UserError(
                 f"the share of kept channels lies above 0 and at most at 1, not {share}"
@@ -94,7 +94,8 @@ class NoisyTopKHeads(nn.Module):
         self.kept = [max(1, round(share * width)) if width else 0 for width in widths]
         self.weight = nn.Parameter(torch.empty(sum(widths), dim))
         self.noise_weight = nn.Parameter(torch.zeros(sum(widths), dim))
-        initialise(self.weight, init)
+        for of_layer in self.weight.split(self.widths):
+            initialise(of_layer, init)
 
     def forward(self, e_BD: Tensor) -> Gates:
         h = project(e_BD, self.weight)
@@ -127,8 +128,7 @@ def _softmax_of_top(h_BC: Tensor, k: int) -> Tensor:
     return torch.zeros_like(h_BC).scatter(1, top.indices, top.values.softmax(dim=1))
 
 
-_NUMBER = r"\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*"
-_INIT = re.compile(rf"(uniform|normal|channels|split)\({_NUMBER}(?:,{_NUMBER})?\)")
+_INIT = re.compile(r"(uniform|normal|channels|split)\(([^()]*)\)")
 _NUMBERS = {"uniform": 2, "normal": 2, "channels": 2, "split": 1}
 CLOSED = (-0.5, 0.0)  # where `split` starts the channels that are not open
 
@@ -141,36 +141,45 @@ def initialise(weight: Tensor, init: str) -> None:
         weight: to fill; a row for each gate, a column for each mixture weight.
         init: `ones`, `uniform(a, b)` or `normal(m, s)`; or, alike for all images at first,
             `channels(m, s)`: one normal number for each gate, or `split(p)`: a share p of the
-            gates at one, all others closed.
+            gates at one, all others closed, for good unless heads revive gates.
     """
     if init.strip() == "ones":
         nn.init.ones_(weight)
         return
-    match = _INIT.fullmatch(init.strip())
-    numbers = [float(n) for n in match.groups()[1:] if n is not None] if match else []
-    if match is None or len(numbers) != _NUMBERS[match[1]]:
+    found = _INIT.fullmatch(init.strip())
+    if found is None or len(numbers := _numbers(found[2])) != _NUMBERS[found[1]]:
         raise UserError(
             "gate init is ones, uniform(a, b), normal(m, s), channels(m, s) or split(p), "
             f"not {init!r}"
         )
-    column = weight[:, :1].clone()
     try:
-        match match[1]:
-            case "uniform":
-                nn.init.uniform_(weight, numbers[0], numbers[1])
-            case "normal":
-                nn.init.normal_(weight, numbers[0], numbers[1])
-            case "channels":
-                weight.copy_(nn.init.normal_(column, numbers[0], numbers[1]))
-            case "split":
-                nn.init.uniform_(column, *CLOSED)
-                column[torch.randperm(len(column))[: _share(numbers[0], len(column))]] = 1.0
-                weight.copy_(column)
+        _FILL[found[1]](weight, *numbers)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"gate init {init!r} is out of range: {error}") from error
 
 
-def _share(share: float, of: int) -> int:
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",")]
+    except ValueError:
+        return []
+
+
+def _fill_channels(weight: Tensor, mean: float, deviation: float) -> None:
+    weight.copy_(nn.init.normal_(weight[:, :1].clone(), mean, deviation))
+
+
+def _fill_split(weight: Tensor, share: float) -> None:
     if not 0 <= share <= 1:
         raise ValueError("a share lies from 0 to 1")
-    return round(share * of)
+    column = nn.init.uniform_(weight[:, :1].clone(), *CLOSED)
+    column[torch.randperm(len(column))[: round(share * len(column))]] = 1.0
+    weight.copy_(column)
+
+
+_FILL: dict[str, Callable[..., object]] = {
+    "uniform": nn.init.uniform_,
+    "normal": nn.init.normal_,
+    "channels": _fill_channels,
+    "split": _fill_split,
+}

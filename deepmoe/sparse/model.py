@@ -145,7 +145,8 @@ class SparseModel(DeepMoE):
         x_BCHW, gates = start.features_BCHW, self._split(g_BC)
         read = on_its_way(summary)
         # A GPU that is asked for the routes first would wait for the answer. Where the last batch
-        # ran all channels, so does this one, and its routes are looked at meanwhile.
+        # of this shape was best run with all channels, this one most likely is too: it is run that
+        # way while its routes are looked at, and if they say otherwise, once more.
         ahead = self.run_masked(start, g_BC) if x_BCHW.shape in self.dense_shapes else None
         *numbers, active = read()
         routes = len(set(numbers))

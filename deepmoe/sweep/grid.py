@@ -13,7 +13,7 @@ from deepmoe.config import RunConfig, apply_overrides, load_config, read_toml
 from deepmoe.errors import UserError
 from deepmoe.structure import structured
 
-ANOTHER_RUN = "run:"  # "run:dense" as a checkpoint: that of the run dense, of the same seed if any
+ANOTHER_RUN = "run:"  # "run:dense" as a checkpoint: that of dense, of the same or its only seed
 NAME_CHARACTERS = set(string.ascii_letters + string.digits + "-_.=+")
 
 
@@ -78,7 +78,7 @@ def read_grid(path: Path) -> Grid:
                 f'{path}: settings are written in quotes, such as "train.lr", not {key}'
             )
         if key == "train.seed":
-            raise UserError(f"{path}: seeds stand at the top, as seeds = [0, 1]")
+            raise UserError(f"{path}: seeds are written as seeds = [0, 1], at the top or in a run")
     preset = str(path.parent / file.preset) if file.preset.endswith(".toml") else file.preset
     base = apply_overrides(load_config(preset), _overrides(file.settings))
     runs = []

@@ -78,7 +78,9 @@ class MacsBudget:
     def goal(self, progress: float) -> float:
         """The share to run at this part of the joint stage (0 to 1)."""
         start, end = self.ramp
-        done = min(max((progress - start) / max(end - start, 1e-9), 0.0), 1.0)
+        if progress >= end:
+            return self.target
+        done = max(progress - start, 0.0) / (end - start)
         return 1.0 + done * (self.target - 1.0)
 
     @torch.no_grad()
@@ -92,8 +94,9 @@ class MacsBudget:
         """
         g_BC = torch.cat(gates, dim=1)
         active_BL = self._by_layer(g_BC > 0)
-        means = torch.stack([self._share(active_BL), *active_BL.T, *self._by_layer(g_BC).T])
-        means = means.mean(dim=1)
+        means = torch.cat(
+            [self._share(active_BL)[:, None], active_BL, self._by_layer(g_BC)], dim=1
+        ).mean(dim=0)
         if fabric is not None and fabric.world_size > 1:
             means = torch.as_tensor(fabric.all_reduce(means, reduce_op="mean"))
         share, active, total = means.split([1, len(self.widths), len(self.widths)])
@@ -102,59 +105,77 @@ class MacsBudget:
         lack = 1 - active / (self.widths * self.floor)
         push = torch.where(lack >= 0, torch.minimum(push, -lack - 0.01), push)
         self._raise_thresholds(self.gain * push * self._scales())
-        # Batch norm hides the size of a layer's gates from the task, and thresholds wear it down.
-        self._scale((total / active.clamp_min(1e-3)).clamp(1e-3, 1e3) ** -self.gain)
+        # Thresholds wear gates down, and a batch norm behind them hides that from the task.
+        mean_open = torch.where(active > 0, total / active.clamp_min(1e-3), 1.0)
+        self._scale_open(mean_open.clamp(1e-3, 1e3) ** -self.gain)
 
     @torch.no_grad()
     def calibrate(self, model: DeepMoE, batches: Iterable[Batch]) -> None:
         """Meets the target on given images, in evaluation mode.
 
         What is too much goes with the weakest gates, which are closed for good: a threshold would
-        change all others too. What is too little comes by one common threshold.
+        change all others too. Only where the floor leaves no more to close, and where too little
+        runs, thresholds move, all alike.
         """
         scores_BC = self._collect_scores(model, batches)
-        if float(self._share_of(scores_BC)) > self.target:
-            self._close_weakest(scores_BC)
-        else:
-            self._lower_thresholds(scores_BC)
+        too_much = float(self._share_of(scores_BC)) > self.target
+        if too_much:
+            scores_BC = self._close_weakest(scores_BC)
+        if not too_much or float(self._share_of(scores_BC)) > self.target:
+            self._move_thresholds(scores_BC)
 
-    def _close_weakest(self, scores_BC: Tensor) -> None:
-        row_of = self.row_of
-        strengths = scores_BC.relu().mean(dim=0).double()
-        layer_means = self._by_layer(strengths[None])[0] / self.widths
-        strengths = strengths / layer_means[self.layer_of].clamp_min(1e-12)
-        rows = torch.zeros(len(self.heads.weight), dtype=torch.float64, device=strengths.device)
-        rows.index_add_(0, row_of, strengths)  # gates of several channels count for all of them
-        order = rows.argsort()
-        order = order[self._may_close(order)]
+    def _close_weakest(self, scores_BC: Tensor) -> Tensor:
+        """Closes as few gates as meet the target, weakest first; the scores that are left."""
+        strengths_C = scores_BC.relu().mean(dim=0).double()
+        layer_means_L = self._by_layer(strengths_C[None])[0] / self.widths
+        # Gates of several channels count for all of them.
+        strengths = self._by_row(strengths_C / layer_means_L[self.layer_of].clamp_min(1e-12))
+        order = strengths.argsort()
+        order = order[self._may_close(order, self._by_row((scores_BC > 0).double().mean(dim=0)))]
+
+        def without(rows: int) -> Tensor:
+            closed = torch.zeros(len(strengths), dtype=torch.bool, device=order.device)
+            closed[order[:rows]] = True
+            return scores_BC.masked_fill(closed[self.row_of], 0.0)
+
         fewest, most = 0, len(order)
-        while fewest < most:  # rows to close
+        while fewest < most:
             middle = (fewest + most) // 2
-            closed = torch.zeros_like(rows, dtype=torch.bool)
-            closed[order[:middle]] = True
-            share = self._share_of(scores_BC.masked_fill(closed[row_of], 0.0))
-            fewest, most = (middle + 1, most) if float(share) > self.target else (fewest, middle)
+            enough = float(self._share_of(without(middle))) <= self.target
+            fewest, most = (fewest, middle) if enough else (middle + 1, most)
         weak = order[:fewest]
-        weights = self.heads.weight
-        weights[weak] -= weights[weak].amax(dim=1, keepdim=True).clamp_min(0)
+        self.heads.weight[weak] -= self.heads.weight[weak].amax(dim=1, keepdim=True).clamp_min(0)
+        return without(fewest)
 
-    def _may_close(self, order: Tensor) -> Tensor:
+    def _may_close(self, order: Tensor, active: Tensor) -> Tensor:
         """Which rows, weakest first, leave each layer its floor when they are closed."""
-        layers = self.layer_of_row[order]
-        rows = torch.tensor(self.heads.rows, device=order.device)
-        places = torch.zeros_like(order)  # of a row among those of its layer
-        for layer in range(len(rows)):
-            places[layers == layer] = torch.arange(int(rows[layer]), device=order.device)
-        return places < (rows * (1 - self.floor)).floor().long()[layers]
+        layers, allowed = self.layer_of_row[order], torch.zeros_like(order, dtype=torch.bool)
+        for layer, width in enumerate(self.widths.tolist()):
+            places = (layers == layer).nonzero().flatten()
+            running = active[order[places]]
+            allowed[places] = running.sum() - running.cumsum(0) >= self.floor * width
+        return allowed
 
-    def _lower_thresholds(self, scores_BC: Tensor) -> None:
-        low, high = -4.0, 0.0  # in units of each layer's scale
+    def _move_thresholds(self, scores_BC: Tensor) -> None:
+        """Meets the target by one threshold, in units of each layer's scale, down to the floor."""
+        highest = self._highest_thresholds(scores_BC)
         direction = self.pressure * self._scales()
+        low, high = -4.0, 4.0
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            share = self._share_of(scores_BC - (middle * direction)[self.layer_of])
-            low, high = (middle, high) if float(share) > self.target else (low, middle)
-        self._raise_thresholds(high * direction)
+            shift = torch.minimum(middle * direction, highest)
+            enough = float(self._share_of(scores_BC - shift[self.layer_of])) <= self.target
+            low, high = (low, middle) if enough else (middle, high)
+        self._raise_thresholds(torch.minimum(high * direction, highest))
+
+    def _highest_thresholds(self, scores_BC: Tensor) -> Tensor:
+        """For each layer, the threshold that leaves just its floor running."""
+        highest = []
+        for layer, width in enumerate(self.widths.long().tolist()):
+            of_layer = scores_BC[:, self.layer_of == layer].flatten().sort(descending=True).values
+            kept = min(len(of_layer) - 1, int(self.floor * width * len(scores_BC)))
+            highest.append(of_layer[kept].double())
+        return torch.stack(highest)
 
     def _share_of(self, scores_BC: Tensor) -> Tensor:
         return self._share(self._by_layer(scores_BC > 0)).mean()
@@ -165,6 +186,11 @@ class MacsBudget:
             len(values_BC), len(self.widths), dtype=torch.float64, device=values_BC.device
         )
         return sums.index_add_(1, self.layer_of, values_BC.double())
+
+    def _by_row(self, values_C: Tensor) -> Tensor:
+        """Sums over the channels of each gate."""
+        sums = torch.zeros(len(self.heads.weight), dtype=torch.float64, device=values_C.device)
+        return sums.index_add_(0, self.row_of, values_C)
 
     def _share(self, active_BL: Tensor) -> Tensor:
         return (macs_of_counts(active_BL, self.quadratic) + self.routing) / self.dense
@@ -186,8 +212,11 @@ class MacsBudget:
     def _raise_thresholds(self, shifts_L: Tensor) -> None:
         self.heads.weight.sub_(shifts_L.to(self.heads.weight.dtype)[self.layer_of_row][:, None])
 
-    def _scale(self, factors_L: Tensor) -> None:
-        self.heads.weight.mul_(factors_L.to(self.heads.weight.dtype)[self.layer_of_row][:, None])
+    def _scale_open(self, factors_L: Tensor) -> None:
+        """Scales gates that some image may open. Others would sink ever deeper, beyond return."""
+        weight = self.heads.weight
+        factors = factors_L.to(weight.dtype)[self.layer_of_row][:, None]
+        weight.mul_(torch.where(weight.amax(dim=1, keepdim=True) > 0, factors, 1.0))
 
     def _collect_scores(self, model: DeepMoE, batches: Iterable[Batch]) -> Tensor:
         assert model.embedding is not None

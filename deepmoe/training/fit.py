@@ -75,7 +75,7 @@ def fit(
     if resume and store.last.exists():
         state = _restore(store.last, config, model, optimizer)
     elif train.start is not None:
-        _start_from(train.start, model)
+        _start_from(train.start, model, frozen=not train.epochs)
     teacher = None if train.teacher is None else _load_teacher(train.teacher, model)
     if train.sync_bn:
         synchronise_bn(model, fabric)
@@ -97,17 +97,22 @@ def fit(
     return FitResult(model, result, data, store.last, out / METRICS_NAME)
 
 
-def _start_from(path: str, model: DeepMoE) -> None:
+def _start_from(path: str, model: DeepMoE, *, frozen: bool) -> None:
     """Copies a checkpoint's weights: of the base network, and of the routing if both have it."""
     start = load_checkpoint(path).model
+    if frozen and model.gated and not start.gated:
+        raise UserError(f"{path} has no gates, and without a joint stage none would be trained")
     try:
         model.backbone.load_state_dict(start.backbone.state_dict())
-        if model.gated and start.gated:
-            pairs = zip(model.routing_modules(), start.routing_modules(), strict=True)
-            for module, trained in pairs:
-                module.load_state_dict(trained.state_dict())
     except RuntimeError as error:
-        raise UserError(f"the network of {path} has other layers or widths") from error
+        raise UserError(f"the base network of {path} has other layers or widths") from error
+    if not model.gated or not start.gated:
+        return
+    try:
+        for module, trained in zip(model.routing_modules(), start.routing_modules(), strict=True):
+            module.load_state_dict(trained.state_dict())
+    except RuntimeError as error:
+        raise UserError(f"embedding or gates of {path} have another form or size") from error
 
 
 def _load_teacher(path: str, model: DeepMoE) -> DeepMoE:

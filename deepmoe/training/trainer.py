@@ -98,6 +98,8 @@ class Trainer:
         return self.result or self._evaluate()
 
     def _run_stages(self) -> None:
+        if not self.config.train.epochs and self.state == TrainState():
+            self._meet_budget()
         for stage in stages(self.config.train):
             if self.state.epoch >= stage.end:
                 continue
@@ -125,9 +127,8 @@ class Trainer:
         losses = epoch_figures(sum_over_processes(self.fabric, sums))
         skipped = torch.tensor(float(self.data.train.skipped), device=self.fabric.device)
         skipped = sum_over_processes(self.fabric, skipped)
-        if self.budget is not None and epoch + 1 == train.epochs:
-            self.budget.calibrate(self.model, self.data.calibration)
-            copy_from_first(self.fabric, self.budget.heads.weight)  # each saw images of its own
+        if epoch + 1 == train.epochs:
+            self._meet_budget()
         last = epoch + 1 == train.total_epochs
         self.result = None
         is_best = False
@@ -263,6 +264,12 @@ class Trainer:
 
         # By one process: others may see images of their own, and find another number of codes.
         return made_by_first(self.fabric, learn).to(self.fabric.device)
+
+    def _meet_budget(self) -> None:
+        """What the joint stage ends with."""
+        if self.budget is not None:
+            self.budget.calibrate(self.model, self.data.calibration)
+            copy_from_first(self.fabric, self.budget.heads.weight)  # each saw images of its own
 
     def _make_budget(self) -> MacsBudget | None:
         train = self.config.train

@@ -38,17 +38,20 @@ def test_outputs_equal_on_a_gpu(
 
 
 @needs_cuda
-def test_batches_of_many_routes_and_of_few_in_turn() -> None:
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_batches_of_many_routes_and_of_few_in_turn(dtype: torch.dtype, allowed: float) -> None:
     torch.backends.cudnn.allow_tf32 = False
     model = create_model("vgg16", classes=20).eval().cuda()
     set_routes(model, (32, 32), density=0.5)  # a route for each class
-    sparse = sparsify(model)
+    sparse = sparsify(model, dtype=dtype)
     many = torch.randn(64, 3, 32, 32, device="cuda")
     few = many[:1].expand(64, -1, -1, -1).contiguous()
+    ran_ahead = 0
     for _ in range(6):
         for x in (many, many, few):
-            with torch.inference_mode():
-                expected = model(x).logits
-            error = (sparse(x).logits - expected).abs().max()
-            assert error <= 1e-4 * expected.abs().max()
-    assert len({tuple(r) for r in (torch.cat(model(many).gates, dim=1) > 0).tolist()}) > 8
+            ran_ahead += bool(sparse.dense_shapes)
+            with torch.inference_mode(), torch.autocast("cuda", dtype, dtype != torch.float32):
+                expected = model(x).logits.double()
+            error = (sparse(x).logits.double() - expected).abs().max()
+            assert error <= allowed * expected.abs().max()
+    assert ran_ahead >= 6

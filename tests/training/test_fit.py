@@ -342,6 +342,18 @@ def test_a_trained_model_gets_a_codebook_by_a_frozen_stage_alone(whole_run, tmp_
     assert [m["stage"] for m in read_metrics(result.metrics)] == ["finetune"]
 
 
+def test_a_frozen_stage_alone_meets_a_budget_and_needs_gates(whole_run, tmp_path) -> None:
+    frozen = ("train.epochs=0", "train.finetune_epochs=1")
+    start = f"train.start={whole_run.checkpoint}"
+    result = run(tiny_config(*frozen, start, "train.target_macs=0.6"), tmp_path / "less")
+    assert 0.5 < result.evaluation.macs_share < 0.61 < whole_run.evaluation.macs_share
+    dense = run(tiny_config("model.gates=none", "train.epochs=1"), tmp_path / "dense")
+    with pytest.raises(UserError, match="has no gates"):
+        run(tiny_config(*frozen, f"train.start={dense.checkpoint}"), tmp_path / "gated")
+    with pytest.raises(UserError, match="another form"):
+        run(tiny_config(start, "embedding.form=latent"), tmp_path / "latent")
+
+
 def test_some_stage_must_train_and_the_frozen_one_needs_what_is_trained() -> None:
     with pytest.raises(UserError, match="not both be 0"):
         tiny_config("train.epochs=0", "train.finetune_epochs=0", "train.start=x.safetensors")
