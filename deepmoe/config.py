@@ -36,6 +36,7 @@ class EmbeddingConfig:
     dim: int = 32  # of the `latent` form
     widths: tuple[int, ...] | None = None  # None: the model's own default
     temperature: tuple[float, float] | None = None  # random softmax temperature in training
+    task_gradient: bool = True  # false: it learns from its own loss alone, not through the gates
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ def create_model(
         dim=embedding.dim,
         widths=entry.embedding_widths if embedding.widths is None else embedding.widths,
         temperature=embedding.temperature,
+        task_gradient=embedding.task_gradient,
     )
     return DeepMoE(network, _make_heads(network.dim, backbone, heads or HeadsConfig()), backbone)
 

@@ -24,6 +24,8 @@ class ShallowEmbedding(nn.Module):
         widths: output channels of each convolution; four for 32 px, five for 224 px.
         temperature: in training, divide the logits of each image by a temperature drawn
             log-uniformly from this range; in evaluation the temperature is 1.
+        task_gradient: whether it also learns through what is made of the mixture weights. If not,
+            the base network can't use it to know its training images by heart.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class ShallowEmbedding(nn.Module):
         dim: int = 32,
         widths: tuple[int, ...] = CIFAR_WIDTHS,
         temperature: tuple[float, float] | None = None,
+        task_gradient: bool = True,
     ) -> None:
         super().__init__()
         if form not in ("classes", "latent"):
@@ -44,6 +47,7 @@ class ShallowEmbedding(nn.Module):
             raise UserError(f"the temperature range must rise from above 0, not {temperature}")
         self.form = form
         self.temperature = temperature
+        self.task_gradient = task_gradient
         self.dim = classes if form == "classes" else dim
         inputs = (3, *widths[:-1])
         self.convs = nn.Sequential(
@@ -66,9 +70,10 @@ class ShallowEmbedding(nn.Module):
         z_BD = self.project(features_BCHW.mean(dim=(2, 3)))
         # At least in single precision: what the gates are made of must not be coarse.
         e_BD = F.softmax(at_least_single(z_BD) / self._temperatures(z_BD), dim=-1)
-        if self.form == "classes":
-            return e_BD, z_BD
-        return e_BD, self.classifier(e_BD.to(self.project.weight.dtype))
+        logits = z_BD
+        if self.form == "latent":
+            logits = self.classifier(e_BD.to(self.project.weight.dtype))
+        return e_BD if self.task_gradient else e_BD.detach(), logits
 
     def layers(self, height: int, width: int) -> list[Layer]:
         """Every convolution and linear layer, for an input of this size."""

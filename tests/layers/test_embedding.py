@@ -89,3 +89,13 @@ def test_latent_form_learns_to_classify() -> None:
         F.cross_entropy(embedding(x)[1], labels).backward()
         optimizer.step()
     assert F.cross_entropy(embedding(x)[1], labels) < 0.5  # 1.39 by chance
+
+
+@pytest.mark.parametrize("form", ["classes", "latent"])
+@pytest.mark.parametrize("task_gradient", [True, False])
+def test_the_task_teaches_the_embedding_or_not(form: str, task_gradient: bool) -> None:
+    embedding = ShallowEmbedding(4, form=form, widths=(8,), task_gradient=task_gradient)
+    e, logits = embedding(torch.randn(8, 3, 8, 8))
+    assert e.requires_grad == task_gradient
+    logits.square().sum().backward()  # its own loss always does
+    assert embedding.project.weight.grad.abs().sum() > 0

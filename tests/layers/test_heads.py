@@ -49,7 +49,7 @@ def test_starts_that_are_alike_for_all_images() -> None:
     first = split[:, 0]
     assert int((first[:10] == 1).sum()) == 7 and int((first == 1).sum()) == 707
     closed = first[first != 1]
-    assert float(closed.min()) >= -0.5 and float(closed.max()) <= 0 and float(closed.std()) > 0.1
+    assert (closed >= -0.5).all() and (closed <= 0).all() and closed.std().item() > 0.1
 
 
 @pytest.mark.parametrize(
