@@ -265,6 +265,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "vgg16-gates": partial(sweep_table, "vgg16_gates"),
     "vgg16-taught": partial(sweep_table, "vgg16_taught"),
     "vgg16-teachers": partial(sweep_table, "vgg16_teachers"),
+    "vgg16-small": partial(sweep_table, "vgg16_small"),
+    "vgg16-small-by-heart": partial(sweep_table, "vgg16_small_by_heart"),
     "resnet56-first": partial(sweep_table, "resnet56_first"),
     "vgg16-final": partial(sweep_table, "vgg16_final"),
     "curve-first": partial(curve_table, "vgg16_curve_first"),
