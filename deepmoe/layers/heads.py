@@ -128,8 +128,8 @@ def _softmax_of_top(h_BC: Tensor, k: int) -> Tensor:
     return torch.zeros_like(h_BC).scatter(1, top.indices, top.values.softmax(dim=1))
 
 
-_INIT = re.compile(r"(uniform|normal|channels|split)\(([^()]*)\)")
-_NUMBERS = {"uniform": 2, "normal": 2, "channels": 2, "split": 1}
+_INIT = re.compile(r"(\w+)\(([^()]*)\)")
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 CLOSED = (-0.5, 0.0)  # where `split` starts the channels that are not open
 
 
@@ -147,22 +147,18 @@ def initialise(weight: Tensor, init: str) -> None:
         nn.init.ones_(weight)
         return
     found = _INIT.fullmatch(init.strip())
-    if found is None or len(numbers := _numbers(found[2])) != _NUMBERS[found[1]]:
+    name, text = found.groups() if found else ("", "")
+    fill, count = _FILL.get(name, (None, 0))
+    numbers = [float(n) for n in map(str.strip, text.split(",")) if _NUMBER.fullmatch(n)]
+    if fill is None or not len(numbers) == count == 1 + text.count(","):
         raise UserError(
             "gate init is ones, uniform(a, b), normal(m, s), channels(m, s) or split(p), "
             f"not {init!r}"
         )
     try:
-        _FILL[found[1]](weight, *numbers)
+        fill(weight, *numbers)
     except (ValueError, RuntimeError) as error:
         raise UserError(f"gate init {init!r} is out of range: {error}") from error
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(number) for number in text.split(",")]
-    except ValueError:
-        return []
 
 
 def _fill_channels(weight: Tensor, mean: float, deviation: float) -> None:
@@ -177,9 +173,10 @@ def _fill_split(weight: Tensor, share: float) -> None:
     weight.copy_(column)
 
 
-_FILL: dict[str, Callable[..., object]] = {
-    "uniform": nn.init.uniform_,
-    "normal": nn.init.normal_,
-    "channels": _fill_channels,
-    "split": _fill_split,
+# What fills a matrix, and how many numbers it takes.
+_FILL: dict[str, tuple[Callable[..., object], int]] = {
+    "uniform": (nn.init.uniform_, 2),
+    "normal": (nn.init.normal_, 2),
+    "channels": (_fill_channels, 2),
+    "split": (_fill_split, 1),
 }

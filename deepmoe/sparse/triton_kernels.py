@@ -77,9 +77,8 @@ def _finish_kernel(
     if RELU:
         y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if GATE:
-        y *= tl.load(gate + image.to(tl.int64) * gate_stride + column, mask=there).to(tl.float32)[
-            None, :
-        ]
+        at_gate = gate + image.to(tl.int64) * gate_stride + column
+        y *= tl.load(at_gate, mask=there).to(tl.float32)[None, :]
     tl.store(at, y.to(x.dtype.element_ty), mask=inside)
 
 
