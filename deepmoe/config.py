@@ -12,7 +12,7 @@ from typing import Any, Literal
 import tomli_w
 
 from deepmoe.errors import UserError
-from deepmoe.structure import Schedule, Widths, structured, suggest, unstructured
+from deepmoe.structure import Paths, Schedule, Widths, structured, suggest, unstructured
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class DataConfig:
     holdout: int = 0  # training images set aside to choose recipes on, instead of the test set
     mirror: bool = True
     crop_padding: int = 4  # of small images
+    mixup: float = 0.0  # joint stage: largest share of another image that is mixed into each
     resize: int = 256  # image-folder: shorter side before the centre crop of evaluation
     min_area: float = 0.08  # image-folder: smallest share of an image that a random crop takes
     color_jitter: float = 0.4  # image-folder: of brightness, contrast and saturation
@@ -106,7 +107,7 @@ class TrainConfig:
     weight_decay: float = 5e-4
     seed: int = 0
     start: str | None = None  # checkpoint to start from: base network, and gates if it has them
-    teacher: str | None = None  # checkpoint whose outputs are learnt from: loss.distillation
+    teacher: Paths | None = None  # checkpoints whose mean output is learnt from: loss.distillation
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
     budget_ramp: tuple[float, float] = (0.1, 0.6)  # joint stage: where the cost falls to it
     budget_by_cost: bool = False  # press harder where a channel costs more
@@ -129,6 +130,13 @@ class TrainConfig:
         """Of both stages."""
         return self.epochs + self.finetune_epochs
 
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """The checkpoints to learn from, if any."""
+        if self.teacher is None:
+            return ()
+        return (self.teacher,) if isinstance(self.teacher, str) else self.teacher
+
 
 TINY, HUGE = 1e-12, 1e12
 _RANGES: dict[str, tuple[float, float]] = {
@@ -141,6 +149,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "data.size": (1, 1e5),
     "data.holdout": (0, HUGE),
     "data.crop_padding": (0, 1e3),
+    "data.mixup": (0, 0.5),
     "data.resize": (1, 1e5),
     "data.min_area": (TINY, 1),
     "data.color_jitter": (0, 1),

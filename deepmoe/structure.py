@@ -13,6 +13,8 @@ from deepmoe.errors import UserError
 T = TypeVar("T")
 Widths = str | tuple[int, ...]
 """Numbers of channels, or the name of a list of them."""
+Paths = str | tuple[str, ...]
+"""One path, or several."""
 Schedule = float | tuple[tuple[float, float], ...]
 """A constant, or points (epoch, value) joined by straight lines and held flat at both ends."""
 
@@ -102,6 +104,16 @@ def _structure_widths(value: Any, _type: Any) -> Any:
     return tuple(value)
 
 
+def _structure_paths(value: Any, _type: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+        raise UserError(f"expected a path or a list of paths, got {value!r}")
+    if not value:
+        raise UserError("expected at least one path, got an empty list")
+    return tuple(value)
+
+
 def _structure_schedule(value: Any, _type: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
@@ -125,6 +137,13 @@ def _structure_tuple(value: Any, kind: Any) -> Any:
     return tuple(_CONVERTER.structure(v, k) for v, k in zip(value, kinds, strict=True))
 
 
+def _register_optional(converter: cattrs.Converter, kind: Any, hook: Any) -> None:
+    converter.register_structure_hook_func(
+        lambda t: t == kind | None,
+        lambda value, t: None if value is None else hook(value, t),
+    )
+
+
 def _make_converter() -> cattrs.Converter:
     converter = cattrs.Converter()
     for kind, accepted in {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.items():
@@ -132,10 +151,8 @@ def _make_converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda t: get_origin(t) is tuple, _structure_tuple)
     converter.register_structure_hook_func(lambda t: get_origin(t) is Literal, _structure_literal)
     converter.register_structure_hook_func(lambda t: t == Schedule, _structure_schedule)
-    converter.register_structure_hook_func(
-        lambda t: t == Widths | None,
-        lambda value, t: None if value is None else _structure_widths(value, t),
-    )
+    _register_optional(converter, Widths, _structure_widths)
+    _register_optional(converter, Paths, _structure_paths)
     return converter
 
 

@@ -16,6 +16,7 @@ from deepmoe.cli import main
 from deepmoe.config import apply_overrides
 from deepmoe.errors import UserError
 from deepmoe.sweep import Grid, Run, read_grid, result_path, summary, sweep
+from deepmoe.sweep.grid import with_checkpoints
 from deepmoe.training import load_checkpoint
 
 TINY = """
@@ -98,6 +99,27 @@ seeds = [7]
         "student-seed1",
     ]
     assert grid.runs[-1].needs == ["dense-seed1", "teacher-seed7"]
+
+
+def test_runs_of_all_seeds_teach_together(tmp_path: Path) -> None:
+    text = """
+preset = "quickstart"
+seeds = [0, 1]
+[runs.dense]
+seeds = [3, 4]
+[runs.student]
+"train.teacher" = "runs:dense"
+"loss.distillation" = 0.5
+[grid]
+"train.lr" = [0.1]
+"""
+    student = read_grid(write(tmp_path, text)).runs[-1]
+    assert student.needs == ["dense-lr=0.1-seed3", "dense-lr=0.1-seed4"]
+    assert student.config.train.teacher == tuple(f"run:{name}" for name in student.needs)
+    resolved = with_checkpoints(student.config, lambda name: f"{name}.safetensors")
+    assert resolved.train.teachers[1] == "dense-lr=0.1-seed4.safetensors"
+    with pytest.raises(UserError, match="seed0 needs nobody-lr"):
+        read_grid(write(tmp_path, text.replace("runs:dense", "runs:nobody")))
 
 
 @pytest.mark.parametrize(

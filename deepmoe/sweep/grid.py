@@ -11,9 +11,10 @@ from typing import Any
 
 from deepmoe.config import RunConfig, apply_overrides, load_config, read_toml
 from deepmoe.errors import UserError
-from deepmoe.structure import structured
+from deepmoe.structure import Paths, structured
 
 ANOTHER_RUN = "run:"  # "run:dense" as a checkpoint: that of dense, of the same or its only seed
+ALL_SEEDS = "runs:"  # "runs:dense" as teachers: dense of all its seeds
 NAME_CHARACTERS = set(string.ascii_letters + string.digits + "-_.=+")
 
 
@@ -45,7 +46,7 @@ class Run:
     @property
     def needs(self) -> list[str]:
         """Names of the runs whose checkpoints it takes."""
-        paths = (self.config.train.start, self.config.train.teacher)
+        paths = (self.config.train.start, *self.config.train.teachers)
         return [p.removeprefix(ANOTHER_RUN) for p in paths if p and p.startswith(ANOTHER_RUN)]
 
 
@@ -95,13 +96,17 @@ def read_grid(path: Path) -> Grid:
     return Grid(tuple(runs), file.jobs)
 
 
-def with_checkpoints(config: RunConfig, path_of: Callable[[str], str]) -> RunConfig:
+def with_checkpoints(
+    config: RunConfig, path_of: Callable[[str], Paths], prefix: str = ANOTHER_RUN
+) -> RunConfig:
     """The configuration with other paths for the checkpoints of other runs, by their names."""
 
-    def resolved(path: str | None) -> str | None:
-        if path is None or not path.startswith(ANOTHER_RUN):
+    def resolved(path: Any) -> Any:
+        if isinstance(path, tuple):
+            return tuple(map(resolved, path))
+        if path is None or not path.startswith(prefix):
             return path
-        return path_of(path.removeprefix(ANOTHER_RUN))
+        return path_of(path.removeprefix(prefix))
 
     train = config.train
     train = dataclasses.replace(train, start=resolved(train.start), teacher=resolved(train.teacher))
@@ -136,18 +141,27 @@ def _overrides(settings: Mapping[str, Any]) -> list[str]:
 
 def _labelled(config: RunConfig, label: str) -> RunConfig:
     """Of other runs it takes those of the same combination."""
-    return with_checkpoints(config, lambda group: ANOTHER_RUN + group + label)
+    config = with_checkpoints(config, lambda group: ANOTHER_RUN + group + label)
+    return with_checkpoints(config, lambda group: ALL_SEEDS + group + label, ALL_SEEDS)
 
 
 def _with_seeded_needs(run: Run, runs: list[Run]) -> Run:
     """It takes other runs of its own seed; of those that have only one seed, that one."""
 
+    def seeds_of(group: str) -> list[int]:
+        return [r.config.train.seed for r in runs if r.group == group]
+
     def seeded(group: str) -> str:
-        seeds = [r.config.train.seed for r in runs if r.group == group]
+        seeds = seeds_of(group)
         seed = seeds[0] if len(seeds) == 1 else run.config.train.seed
         return ANOTHER_RUN + run_name(group, seed)
 
-    return Run(run.group, with_checkpoints(run.config, seeded))
+    def all_seeds(group: str) -> Paths:
+        own = run.config.train.seed  # where there is no such group, to be told so
+        return tuple(ANOTHER_RUN + run_name(group, seed) for seed in seeds_of(group) or [own])
+
+    config = with_checkpoints(run.config, seeded)
+    return Run(run.group, with_checkpoints(config, all_seeds, ALL_SEEDS))
 
 
 def _check_names(runs: list[Run]) -> None:

@@ -16,6 +16,7 @@ from deepmoe.training.checkpoint import CheckpointStore, load_checkpoint
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
 from deepmoe.training.log import METRICS_NAME, RunLog
 from deepmoe.training.state import TrainState
+from deepmoe.training.step import Teacher
 from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer
 
 
@@ -76,7 +77,7 @@ def fit(
         state = _restore(store.last, config, model, optimizer)
     elif train.start is not None:
         _start_from(train.start, model, frozen=not train.epochs)
-    teacher = None if train.teacher is None else _load_teacher(train.teacher, model)
+    teacher = Teacher([_load_teacher(p, model) for p in train.teachers]) if train.teachers else None
     if train.sync_bn:
         synchronise_bn(model, fabric)
     log = None

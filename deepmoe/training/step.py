@@ -1,5 +1,6 @@
 """One training step: forward, backward and update, launched one by one or as one CUDA graph."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +8,7 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from deepmoe.layers import Gates
-from deepmoe.losses import DeepMoELoss
+from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE
 
 WARM_UP = 3  # steps before a capture: compilers, cuDNN and the optimiser set themselves up
@@ -20,6 +21,23 @@ class StepResult(NamedTuple):
     gates: Gates | None
 
 
+class Teacher(nn.Module):
+    """Trained networks that another one learns from.
+
+    Args:
+        networks: one, or several that answer together.
+    """
+
+    def __init__(self, networks: Sequence[DeepMoE]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    @torch.no_grad()
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Returns the mean of their logits: the geometric mean of what they hold likely."""
+        return torch.stack([network(x_BCHW).logits for network in self.networks]).mean(dim=0)
+
+
 class Objective(nn.Module):
     """Model, loss and figures of a batch as one module, for compilers to work on.
 
@@ -27,13 +45,21 @@ class Objective(nn.Module):
         model: to train.
         loss: the objective.
         teacher: whose outputs the loss compares with; in evaluation mode.
+        mixup: largest share of another image of the batch that is mixed into each.
     """
 
-    def __init__(self, model: DeepMoE, loss: DeepMoELoss, teacher: DeepMoE | None = None) -> None:
+    def __init__(
+        self,
+        model: DeepMoE,
+        loss: DeepMoELoss,
+        teacher: Teacher | None = None,
+        mixup: float = 0.0,
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.teacher = teacher
+        self.mixup = mixup
 
     def forward(
         self, x_BCHW: Tensor, labels: Tensor, sparsity: Tensor, embedding_weight: Tensor
@@ -42,12 +68,18 @@ class Objective(nn.Module):
 
         The figures are the loss's parts, hits, counted labels and 1.
         """
+        share = None
+        if self.mixup:  # batches come shuffled, so the other end of one is as good as any image
+            share = self.mixup * torch.rand((), device=x_BCHW.device, dtype=x_BCHW.dtype)
+            x_BCHW = torch.lerp(x_BCHW, x_BCHW.flip(0), share)
         output = self.model(x_BCHW)
-        teacher_logits = None
-        if self.teacher is not None:
-            with torch.no_grad():
-                teacher_logits = self.teacher(x_BCHW).logits
-        parts = self.loss.weighted(output, labels, sparsity, embedding_weight, teacher_logits)
+        teacher_logits = None if self.teacher is None else self.teacher(x_BCHW)
+        weights = (sparsity, embedding_weight, teacher_logits)
+        parts = self.loss.weighted(output, labels, *weights)
+        if share is not None:
+            others = self.loss.weighted(output, labels.flip(0), *weights)
+            mixed = [torch.lerp(a, b, share) for a, b in zip(parts, others, strict=True)]
+            parts = LossParts(*mixed)
         counted = labels != self.loss.ignore_index
         hits = ((output.logits.argmax(dim=1) == labels) & counted).sum()
         ones = torch.ones_like(parts.total)

@@ -32,7 +32,7 @@ from deepmoe.training.log import RunLog
 from deepmoe.training.schedules import Stage, learning_rate, stages
 from deepmoe.training.segmentation import SegmentationResult, evaluate_segmentation
 from deepmoe.training.state import TrainState
-from deepmoe.training.step import EagerStep, GraphedStep, Objective
+from deepmoe.training.step import EagerStep, GraphedStep, Objective, Teacher
 
 Result = EvalResult | SegmentationResult
 LOOK_EVERY = 20  # batches between looks at figures, which wait for the device
@@ -63,7 +63,7 @@ class Trainer:
         store: CheckpointStore,
         log: RunLog | None,
         state: TrainState,
-        teacher: DeepMoE | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.config = config
         self.fabric = fabric
@@ -114,7 +114,8 @@ class Trainer:
         """A stage's training step: frozen where it is, compiled and captured where that pays."""
         set_stage(self.model, stage)
         train, on_cuda = self.config.train, self.fabric.device.type == "cuda"
-        objective = Objective(self.model, self._loss(stage), self.teacher)
+        mixup = 0.0 if stage.frozen else self.config.data.mixup
+        objective = Objective(self.model, self._loss(stage), self.teacher, mixup)
         if train.compile == "on" or (train.compile == "auto" and on_cuda):
             objective.compile(dynamic=False)
         wrapped, optimizer = self.fabric.setup(objective, self.optimizer)

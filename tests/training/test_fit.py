@@ -1,3 +1,4 @@
+import json
 import os
 import resource
 import signal
@@ -329,6 +330,34 @@ def test_a_run_starts_from_another_and_learns_from_it(whole_run, tmp_path) -> No
     wider = tiny_config(*taught, *one_step, "model.widths=[8, 8, 8, 8, 8, 8, 8, 8, 8]")
     with pytest.raises(UserError, match="widths"):
         run(wider, tmp_path / "wider")
+
+
+def test_several_networks_teach_one(whole_run, tmp_path) -> None:
+    path = str(whole_run.checkpoint)
+    results = [
+        run(
+            tiny_config("loss.distillation=1", "train.epochs=1", f"train.teacher={t}"), tmp_path / n
+        )
+        for n, t in {"one": json.dumps(path), "two": json.dumps([path, path])}.items()
+    ]
+    one, two = (read_metrics(result.metrics)[-1]["distillation_loss"] for result in results)
+    assert one == pytest.approx(two)
+    with pytest.raises(UserError, match="at least one path"):
+        tiny_config("loss.distillation=1", "train.teacher=[]")
+    with pytest.raises(UserError, match="list of paths"):
+        tiny_config("loss.distillation=1", "train.teacher=3")
+
+
+def test_images_are_mixed_in_the_joint_stage_alone(whole_run, tmp_path) -> None:
+    def loss(*settings: str) -> float:
+        config = tiny_config(f"train.start={whole_run.checkpoint}", *settings)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        return read_metrics(run(config, folder).metrics)[-1]["task_loss"]
+
+    joint = ("train.epochs=1", "train.finetune_epochs=0")
+    frozen = ("train.epochs=0", "train.finetune_epochs=1")
+    assert loss(*joint, "data.mixup=0.5") > 1.1 * loss(*joint)
+    assert loss(*frozen, "data.mixup=0.5") == loss(*frozen)
 
 
 def test_a_trained_model_gets_a_codebook_by_a_frozen_stage_alone(whole_run, tmp_path) -> None:
