@@ -226,6 +226,50 @@ def sweep_table(name: str) -> str:
     return f"{markdown_table(header, rows)}\n\n{_origin(one)}"
 
 
+def targets_table() -> str:
+    """What the recipes are to reach, and what they reach."""
+    grid = read_grid(ROOT / "sweeps" / "cifar100_best.toml")
+    rows = {row["run"]: row for row in summary(grid, ROOT / "results" / "cifar100_best")}
+    points = {run: 100 * row["accuracy"] for run, row in rows.items()}
+    narrow, codes, w13, resnet = (
+        points[run] for run in ("best", "best_codes", "w13_best", "resnet56_gated")
+    )
+    share = rows["best"]["macs"] / rows["dense"]["macs"]
+    targets = [  # what, reached, at least, how it is written
+        ("vgg16: share of the dense MACs, at most 55 %", -100 * share, -55, "{:.1f} %"),
+        ("vgg16: above the dense twin", narrow - points["dense"], 0, "{:+.2f} points"),
+        ("vgg16: above the thin network, at least 1.0", narrow - points["thin"], 1, "{:+.2f}"),
+        ("W13-All: MACs, at most 2.29e8", -rows["w13_best"]["macs"], -2.29e8, "{:.3g}"),
+        ("W13-All: accuracy, at least 73.4 %", w13, 73.4, "{:.2f} %"),
+        ("W13-All: above dense vgg16, at least 1.5", w13 - points["dense"], 1.5, "{:+.2f}"),
+        (
+            "resnet56 wide 2: MACs, at most the dense one's",
+            -rows["resnet56_gated"]["macs"],
+            -rows["resnet56_dense"]["macs"],
+            "{:.4g}",
+        ),
+        ("resnet56 wide 2: error, at most 29.77 %", resnet - 100, -29.77, "{:.2f} %"),
+        (
+            "resnet56 wide 2: above the dense one, at least 1.5",
+            resnet - points["resnet56_dense"],
+            1.5,
+            "{:+.2f}",
+        ),
+        ("vgg16, 16 codes: lost, at most 0.5", codes - narrow, -0.5, "{:.2f} points"),
+    ]
+    return markdown_table(
+        ["target (means of three seeds)", "reached", "met"],
+        [
+            (
+                what,
+                written.format(-reached if "at most" in what else reached),
+                "yes" if reached >= least else "**no**",
+            )
+            for what, reached, least, written in targets
+        ],
+    )
+
+
 def curve_table(name: str) -> str:
     """Accuracy and cost of one checkpoint, its small gates closed more and more."""
     result = _read_result(name)
@@ -268,8 +312,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "vgg16-small": partial(sweep_table, "vgg16_small"),
     "vgg16-small-by-heart": partial(sweep_table, "vgg16_small_by_heart"),
     "resnet56-first": partial(sweep_table, "resnet56_first"),
-    "vgg16-final": partial(sweep_table, "vgg16_final"),
-    "curve-first": partial(curve_table, "vgg16_curve_first"),
+    "vgg16-first-recipe": partial(sweep_table, "vgg16_first_recipe"),
+    "cifar100-best": partial(sweep_table, "cifar100_best"),
+    "targets": targets_table,
+    "vgg16-select": partial(sweep_table, "vgg16_select"),
+    "vgg16-literal": partial(sweep_table, "vgg16_literal"),
+    "curve-best": partial(curve_table, "vgg16_curve_best"),
     "profile-cpu": sparse_profile_cpu_table,
     "profile-gpu": sparse_profile_gpu_table,
 }
