@@ -138,6 +138,9 @@ def evaluate_checkpoint(
     show_default=True,
     help="In units of each layer's mean open gate; smaller gates are closed.",
 )
+@click.option(
+    "--refit-norms", is_flag=True, help="Measure batch norms anew for each point, on training data."
+)
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw the curve, as a PNG.")
 @json_option
 @save_option
@@ -145,6 +148,7 @@ def curve(
     checkpoint: Path,
     overrides: tuple[str, ...],
     thresholds: str,
+    refit_norms: bool,
     plot: Path | None,
     as_json: bool,
     save: Path | None,
@@ -162,11 +166,14 @@ def curve(
     if data.info.task != "classification":
         raise UserError("curve takes models that classify images")
     with fabric.autocast():
-        points = cost_curve(model, data.evaluation, levels)
+        points = cost_curve(
+            model, data.evaluation, levels, data.calibration if refit_norms else None
+        )
     values = [{"threshold": p.threshold, **p.result.as_dict()} for p in points]
     if save is not None:
         changes = "".join(f" --set {item}" for item in overrides if "data.root" not in item)
-        command = f"deepmoe curve {checkpoint.name} --thresholds {thresholds}{changes}"
+        refitted = " --refit-norms" * refit_norms
+        command = f"deepmoe curve {checkpoint.name} --thresholds {thresholds}{refitted}{changes}"
         write_result(save, values, command=command, seed=0, device=fabric.device)
     if plot is not None:
         from deepmoe.analysis.plots import cost_curve_plot

@@ -1,5 +1,7 @@
 """Accuracy against cost of one trained model: gates below a threshold are closed at inference."""
 
+import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +12,8 @@ from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads
 from deepmoe.model import DeepMoE, evaluation_mode
 from deepmoe.training.evaluate import Batches, EvalResult, evaluate
+
+REFIT_BATCHES = 8  # of evaluation size
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,12 @@ class ThresholdHeads(nn.Module):
 
 
 @torch.inference_mode()
-def cost_curve(model: DeepMoE, batches: Batches, thresholds: Sequence[float]) -> list[CurvePoint]:
+def cost_curve(
+    model: DeepMoE,
+    batches: Batches,
+    thresholds: Sequence[float],
+    refit: Batches | None = None,
+) -> list[CurvePoint]:
     """Evaluates a model once for each threshold.
 
     Args:
@@ -52,6 +61,8 @@ def cost_curve(model: DeepMoE, batches: Batches, thresholds: Sequence[float]) ->
         batches: to evaluate on; gone through once for each threshold, and once before.
         thresholds: in units of each layer's mean open gate, so that layers whose gates are all
             small are not closed first.
+        refit: training images, on which the base network's batch norms are measured anew for each
+            threshold: what they see changes with the gates. `None` leaves them as they are.
 
     Raises:
         UserError: for a model that has no gates of its own to close.
@@ -64,9 +75,24 @@ def cost_curve(model: DeepMoE, batches: Batches, thresholds: Sequence[float]) ->
     points = []
     for threshold in thresholds:
         heads = ThresholdHeads(model.heads, [threshold * mean for mean in means])
-        cut = DeepMoE(model.embedding, heads, model.backbone)  # type: ignore[arg-type]
+        backbone = model.backbone if refit is None else copy.deepcopy(model.backbone)
+        cut = DeepMoE(model.embedding, heads, backbone)  # type: ignore[arg-type]
+        if refit is not None:
+            refit_norms(cut, refit)
         points.append(CurvePoint(threshold, evaluate(cut, batches)))
     return points
+
+
+def refit_norms(model: DeepMoE, batches: Batches) -> None:
+    """Measures mean and variance of the base network's layers on given images."""
+    with evaluation_mode(model):
+        for module in model.backbone.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.reset_running_stats()
+                module.momentum = None  # all batches count alike
+                module.train()
+        for x_BCHW, _ in itertools.islice(batches, REFIT_BATCHES):
+            model(model.placed(x_BCHW))
 
 
 def _mean_open_gates(model: DeepMoE, batches: Batches) -> list[float]:

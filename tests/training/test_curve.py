@@ -13,7 +13,7 @@ from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads
 from deepmoe.registry import create_model
 from deepmoe.training import fit
-from deepmoe.training.curve import ThresholdHeads, cost_curve
+from deepmoe.training.curve import ThresholdHeads, cost_curve, refit_norms
 
 
 def test_small_gates_are_closed_and_others_left_as_they_are() -> None:
@@ -38,6 +38,34 @@ def test_cost_falls_as_the_threshold_rises(tmp_path: Path) -> None:
     printed = json.loads(done.output)
     assert [p["threshold"] for p in printed] == [0, 1]
     assert printed[1]["macs"] == pytest.approx(macs[2])
+
+
+def test_norms_are_measured_anew_with_closed_gates(tmp_path: Path) -> None:
+    result = fit(tiny_config("heads.init=normal(1, 0.5)"), tmp_path / "run", quiet=True)
+    model, data = result.model, result.data
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    arguments = ["curve", str(result.checkpoint), "--thresholds", "0,1", "--json"]
+    plain, refitted = (
+        json.loads(CliRunner().invoke(main, [*arguments, *option]).output)
+        for option in ([], ["--refit-norms"])
+    )
+    assert [p["macs"] for p in plain] == [p["macs"] for p in refitted]
+    assert plain[1]["loss"] != refitted[1]["loss"]
+    points = cost_curve(model, data.evaluation, [0.0, 1.0], data.calibration)
+    assert points[1].result.loss == pytest.approx(refitted[1]["loss"], rel=1e-3)
+    for name, tensor in model.state_dict().items():  # the model itself stays as it was
+        assert torch.equal(tensor, before[name]), name
+
+    seen: dict[torch.nn.Module, list[torch.Tensor]] = {}
+    norms = [m for m in model.backbone.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    for norm in norms:
+        norm.register_forward_hook(lambda m, x, y: seen.setdefault(m, []).append(x[0]))
+    with torch.no_grad():
+        refit_norms(model, data.calibration)
+    for norm in norms:
+        means = torch.stack([x.mean(dim=(0, 2, 3)) for x in seen[norm]]).mean(dim=0)
+        torch.testing.assert_close(norm.running_mean, means)
+    assert not any(m.training for m in model.modules())
 
 
 def test_a_dense_network_is_refused() -> None:
