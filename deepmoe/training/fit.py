@@ -15,8 +15,8 @@ from deepmoe.model import DeepMoE
 from deepmoe.training.checkpoint import CheckpointStore, load_checkpoint
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
 from deepmoe.training.log import METRICS_NAME, RunLog
+from deepmoe.training.others import load_teacher, start_from
 from deepmoe.training.state import TrainState
-from deepmoe.training.step import Teacher
 from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer
 
 
@@ -76,8 +76,8 @@ def fit(
     if resume and store.last.exists():
         state = _restore(store.last, config, model, optimizer)
     elif train.start is not None:
-        _start_from(train.start, model, frozen=not train.epochs)
-    teacher = Teacher([_load_teacher(p, model) for p in train.teachers]) if train.teachers else None
+        start_from(train.start, model, data.info.size, frozen=not train.epochs)
+    teacher = load_teacher(train.teachers, model) if train.teachers else None
     if train.sync_bn:
         synchronise_bn(model, fabric)
     log = None
@@ -96,37 +96,6 @@ def fit(
         )
     result = Trainer(config, fabric, model, optimizer, data, store, log, state, teacher).run()
     return FitResult(model, result, data, store.last, out / METRICS_NAME)
-
-
-def _start_from(path: str, model: DeepMoE, *, frozen: bool) -> None:
-    """Copies a checkpoint's weights: of the base network, and of the routing if both have it."""
-    start = load_checkpoint(path).model
-    if frozen and model.gated and not start.gated:
-        raise UserError(f"{path} has no gates, and without a joint stage none would be trained")
-    try:
-        model.backbone.load_state_dict(start.backbone.state_dict())
-    except RuntimeError as error:
-        raise UserError(f"the base network of {path} has other layers or widths") from error
-    if not model.gated or not start.gated:
-        return
-    try:
-        for module, trained in zip(model.routing_modules(), start.routing_modules(), strict=True):
-            module.load_state_dict(trained.state_dict())
-    except RuntimeError as error:
-        raise UserError(f"embedding or gates of {path} have another form or size") from error
-
-
-def _load_teacher(path: str, model: DeepMoE) -> DeepMoE:
-    """A trained network on the device of the one to train."""
-    parameter = next(model.parameters())
-    teacher = load_checkpoint(path).model.to(parameter.device, parameter.dtype)
-    if teacher.backbone.classes != model.backbone.classes:
-        raise UserError(
-            f"{path} tells {teacher.backbone.classes} classes apart, not {model.backbone.classes}"
-        )
-    if parameter.is_cuda:
-        teacher.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return teacher.requires_grad_(False)
 
 
 def _calibrates(config: RunConfig) -> bool:

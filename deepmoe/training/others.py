@@ -1,0 +1,90 @@
+"""What a run takes from trained networks: weights to start from, and outputs to learn from."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepmoe.backbones import Backbone
+from deepmoe.errors import UserError
+from deepmoe.layers import GatedConv, GateHeads
+from deepmoe.model import DeepMoE
+from deepmoe.training.checkpoint import load_checkpoint
+from deepmoe.training.step import Teacher
+
+
+def start_from(path: str, model: DeepMoE, size: tuple[int, int], *, frozen: bool) -> None:
+    """Copies a checkpoint's weights: of the base network, and of the routing if both have it.
+
+    Gates that start from an ungated network are handed out by its channels' strengths.
+
+    Args:
+        path: of the checkpoint.
+        model: to fill.
+        size: of its input images.
+        frozen: whether its gates won't be trained any more.
+
+    Raises:
+        UserError: where the checkpoint does not fit the model.
+    """
+    start = load_checkpoint(path).model
+    if frozen and model.gated and not start.gated:
+        raise UserError(f"{path} has no gates, and without a joint stage none would be trained")
+    try:
+        model.backbone.load_state_dict(start.backbone.state_dict())
+    except RuntimeError as error:
+        raise UserError(f"the base network of {path} has other layers or widths") from error
+    if isinstance(model.heads, GateHeads) and not start.gated:
+        model.heads.hand_out_by(channel_strengths(model.backbone, size))
+    if not model.gated or not start.gated:
+        return
+    try:
+        for module, trained in zip(model.routing_modules(), start.routing_modules(), strict=True):
+            module.load_state_dict(trained.state_dict())
+    except RuntimeError as error:
+        raise UserError(f"embedding or gates of {path} have another form or size") from error
+
+
+def load_teacher(paths: Sequence[str], model: DeepMoE) -> Teacher:
+    """Trained networks on the device of the one to train.
+
+    Raises:
+        UserError: for one that tells other classes apart.
+    """
+    parameter, networks = next(model.parameters()), []
+    for path in paths:
+        network = load_checkpoint(path).model.to(parameter.device, parameter.dtype)
+        known, needed = network.backbone.classes, model.backbone.classes
+        if known != needed:
+            raise UserError(f"{path} tells {known} classes apart, not {needed}")
+        if parameter.is_cuda:
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        networks.append(network)
+    return Teacher(networks).requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def channel_strengths(backbone: Backbone, size: tuple[int, int]) -> list[Tensor]:
+    """How much the channels of each gated convolution matter to the layers behind.
+
+    The scale that batch norm gives a channel, times the norm of the weights that it meets.
+    """
+    layers = backbone.layers(*size)
+    modules = {layer.path: backbone.get_submodule(layer.path) for layer in layers}
+    strengths = []
+    for gate, width in enumerate(backbone.gate_widths):
+        scale, met = torch.zeros(width), torch.zeros(width)
+        for layer in layers:
+            module = modules[layer.path]
+            if layer.out_gate == gate and isinstance(module, GatedConv):
+                scale = module.bn.weight.detach().abs().cpu()
+            if layer.in_gate == gate:
+                met += _weight_of(module).detach().transpose(0, 1).flatten(1).square().sum(1).cpu()
+        strengths.append(scale * met.sqrt())
+    return strengths
+
+
+def _weight_of(module: nn.Module) -> Tensor:
+    weight = module.conv.weight if isinstance(module, GatedConv) else module.weight
+    assert isinstance(weight, Tensor)
+    return weight

@@ -1,0 +1,64 @@
+"""What a run takes from trained networks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_config
+
+from deepmoe.layers import GateHeads
+from deepmoe.registry import create_model
+from deepmoe.training import fit
+from deepmoe.training.others import channel_strengths
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_stronger_channels_get_larger_gates(group: int) -> None:
+    heads = GateHeads(3, [6, 4, 0], init="channels(0, 1)", group=group)
+    before = [of_layer.clone() for of_layer in heads.weight.split(heads.rows)]
+    strengths = [torch.tensor([1.0, 1, 9, 9, 5, 5]), torch.tensor([2.0, 3, 1, 0]), torch.empty(0)]
+    heads.hand_out_by(strengths)
+    after = heads.weight.detach().split(heads.rows)
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old.sort(dim=0).values, new.sort(dim=0).values)
+    first = heads.per_channel(heads.weight.detach(), dim=0)[:6, 0]
+    assert first[2:4].min() >= first[4:].max() and first[4:].min() >= first[:2].max()
+    second = heads.per_channel(heads.weight.detach(), dim=0)[6:, 0]
+    assert second[:2].min() >= second[2:].max()
+
+
+def test_a_channel_is_strong_by_its_own_scale_and_by_what_reads_it() -> None:
+    model = create_model("vgg11", widths=[4] * 8, classes=3, gate_last=True)
+    convs = model.backbone.convs
+    with torch.no_grad():
+        for conv in convs:
+            conv.bn.weight.fill_(1.0)
+            conv.conv.weight.fill_(0.5)
+        model.backbone.classifier.weight.fill_(2.0)
+        convs[0].bn.weight[2] = -3.0
+        convs[1].conv.weight[:, 1] = 0.0
+    first, *others, last = channel_strengths(model.backbone, (32, 32))
+    usual = 0.5 * (4 * 9) ** 0.5  # 4 filters of 3 x 3 read a channel
+    torch.testing.assert_close(first, torch.tensor([usual, 0.0, 3 * usual, usual]))
+    for strengths in others:
+        torch.testing.assert_close(strengths, torch.full((4,), usual))
+    torch.testing.assert_close(last, torch.full((4,), 2 * 3**0.5))
+
+
+@pytest.mark.parametrize("name", ["resnet20", "resnet50", "drn_a_50"])
+def test_every_gated_channel_of_a_residual_network_has_a_strength(name: str) -> None:
+    backbone = create_model(name, classes=3).backbone
+    strengths = channel_strengths(backbone, (64, 64))
+    assert [len(s) for s in strengths] == list(backbone.gate_widths)
+    assert all((s > 0).all() for s in strengths)
+
+
+def test_gates_on_a_trained_network_open_at_its_strongest_channels(tmp_path: Path) -> None:
+    dense = fit(tiny_config("model.gates=none"), tmp_path / "dense", quiet=True)
+    start = (f"train.start={dense.checkpoint}", "heads.init=split(0.5)", "train.epochs=1")
+    gated = fit(tiny_config(*start, "train.lr=1e-9"), tmp_path / "gated", quiet=True).model
+    strengths = channel_strengths(dense.model.backbone, (8, 8))
+    for weight, strength in zip(gated.heads.weight.split(gated.heads.rows), strengths, strict=True):
+        is_open = (weight > 0).all(dim=1).cpu()
+        assert 0 < is_open.sum() < len(is_open)
+        assert strength[is_open].min() >= strength[~is_open].max()
