@@ -106,7 +106,9 @@ class TrainConfig:
     nesterov: bool = False
     weight_decay: float = 5e-4
     seed: int = 0
-    start: str | None = None  # checkpoint to start from: base network, and gates if it has them
+    # Checkpoint to start from: base network, and gates. From one without gates, new ones start
+    # with the largest at its strongest channels.
+    start: str | None = None
     teacher: Paths | None = None  # checkpoints whose mean output is learnt from: loss.distillation
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
     budget_ramp: tuple[float, float] = (0.1, 0.6)  # joint stage: where the cost falls to it

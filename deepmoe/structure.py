@@ -105,10 +105,10 @@ def _structure_widths(value: Any, _type: Any) -> Any:
 
 
 def _structure_paths(value: Any, _type: Any) -> Any:
-    if isinstance(value, str):
+    if isinstance(value, str) and not value.startswith("["):
         return value
     if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
-        raise UserError(f"expected a path or a list of paths, got {value!r}")
+        raise UserError(f"expected a path, or a list of paths in quotes, got {value!r}")
     if not value:
         raise UserError("expected at least one path, got an empty list")
     return tuple(value)

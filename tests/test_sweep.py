@@ -118,6 +118,9 @@ seeds = [3, 4]
     assert student.config.train.teacher == tuple(f"run:{name}" for name in student.needs)
     resolved = with_checkpoints(student.config, lambda name: f"{name}.safetensors")
     assert resolved.train.teachers[1] == "dense-lr=0.1-seed4.safetensors"
+    together = text.replace('"runs:dense"', '["runs:dense", "other.safetensors"]')
+    teachers = read_grid(write(tmp_path, together)).runs[-1].config.train.teachers
+    assert teachers == (*student.config.train.teacher, "other.safetensors")
     with pytest.raises(UserError, match="seed0 needs nobody-lr"):
         read_grid(write(tmp_path, text.replace("runs:dense", "runs:nobody")))
 
@@ -132,6 +135,10 @@ seeds = [3, 4]
         (
             "preset = 'quickstart'\n[runs.a]\n'train.start' = 'run:b'\n",
             "a-seed0 needs b-seed0",
+        ),
+        (
+            "preset = 'quickstart'\n[runs.a]\n[runs.b]\n'train.start' = 'runs:a'\n",
+            "for teachers",
         ),
         ("preset = ", "TOML"),
         ("preset = 'quickstart'\nseeds = [0, 0]", "two runs"),

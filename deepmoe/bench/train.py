@@ -20,6 +20,7 @@ from deepmoe.training.distributed import make_fabric
 from deepmoe.training.schedules import Stage, stages
 from deepmoe.training.state import TrainState
 from deepmoe.training.step import GraphedStep
+from deepmoe.training.trained import load_teacher
 from deepmoe.training.trainer import Trainer, make_model, make_optimizer
 
 PHASE_BATCHES = 30
@@ -88,7 +89,11 @@ class _Contender:
         model = make_model(config, data.info.classes, fabric.device)
         optimizer = make_optimizer(model, config)
         store = CheckpointStore(folder, keep=0)
-        self.trainer = Trainer(config, fabric, model, optimizer, data, store, None, TrainState())
+        teachers = config.train.teachers
+        teacher = load_teacher(teachers, model) if teachers else None
+        self.trainer = Trainer(
+            config, fabric, model, optimizer, data, store, None, TrainState(), teacher
+        )
         self.stage = stage
         self.step = self.trainer.prepare(stage)
         self.device = fabric.device

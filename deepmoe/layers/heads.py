@@ -55,12 +55,12 @@ class GateHeads(nn.Module):
         return self.per_channel(_relu(project(e_BD, self.weight), self.revive), dim=1)
 
     @torch.no_grad()
-    def hand_out_by(self, strengths: Sequence[Tensor]) -> None:
+    def order_by_strength(self, strengths: Sequence[Tensor]) -> None:
         """Hands each layer's gates out anew: a stronger channel gets a larger gate."""
         for weight, strength in zip(self.weight.split(self.rows), strengths, strict=True):
             parts = strength.split(self.group) if len(weight) else ()
             of_gate = torch.tensor([float(part.sum()) for part in parts])
-            order = of_gate.argsort(descending=True).to(weight.device)
+            order = of_gate.argsort(descending=True, stable=True).to(weight.device)
             weight[order] = weight[weight.mean(dim=1).argsort(descending=True, stable=True)]
 
     def per_channel(self, rows: Tensor, dim: int) -> Tensor:

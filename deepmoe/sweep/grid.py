@@ -91,6 +91,9 @@ def read_grid(path: Path) -> Grid:
                 seeded = apply_overrides(config, [f"train.seed={seed}"])
                 runs.append(Run(name + label, seeded))
     _check_names(runs)
+    for run in runs:
+        if (run.config.train.start or "").startswith(ALL_SEEDS):
+            raise UserError(f"{path}: {ALL_SEEDS} is for teachers, a run starts from one other run")
     runs = [_with_seeded_needs(run, runs) for run in runs]
     _check_needs(runs)
     return Grid(tuple(runs), file.jobs)
@@ -103,7 +106,10 @@ def with_checkpoints(
 
     def resolved(path: Any) -> Any:
         if isinstance(path, tuple):
-            return tuple(map(resolved, path))
+            each = map(resolved, path)
+            return tuple(
+                p for found in each for p in ([found] if isinstance(found, str) else found)
+            )
         if path is None or not path.startswith(prefix):
             return path
         return path_of(path.removeprefix(prefix))

@@ -1,7 +1,6 @@
 """Accuracy against cost of one trained model: gates below a threshold are closed at inference."""
 
 import copy
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads
 from deepmoe.model import DeepMoE, evaluation_mode
 from deepmoe.training.evaluate import Batches, EvalResult, evaluate
 
-REFIT_BATCHES = 8  # of evaluation size
+REFIT_IMAGES = 4000
 
 
 @dataclass(frozen=True)
@@ -83,16 +82,24 @@ def cost_curve(
     return points
 
 
+@torch.no_grad()
 def refit_norms(model: DeepMoE, batches: Batches) -> None:
     """Measures mean and variance of the base network's layers on given images."""
+    norms = [m for m in model.backbone.modules() if isinstance(m, nn.BatchNorm2d)]
+    momenta, seen = [norm.momentum for norm in norms], 0
     with evaluation_mode(model):
-        for module in model.backbone.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.reset_running_stats()
-                module.momentum = None  # all batches count alike
-                module.train()
-        for x_BCHW, _ in itertools.islice(batches, REFIT_BATCHES):
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.train()
+        for x_BCHW, _ in batches:
+            seen += len(x_BCHW)
+            for norm in norms:
+                norm.momentum = len(x_BCHW) / seen  # all images count alike
             model(model.placed(x_BCHW))
+            if seen >= REFIT_IMAGES:
+                break
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
 
 
 def _mean_open_gates(model: DeepMoE, batches: Batches) -> list[float]:

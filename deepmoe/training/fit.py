@@ -15,8 +15,8 @@ from deepmoe.model import DeepMoE
 from deepmoe.training.checkpoint import CheckpointStore, load_checkpoint
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
 from deepmoe.training.log import METRICS_NAME, RunLog
-from deepmoe.training.others import load_teacher, start_from
 from deepmoe.training.state import TrainState
+from deepmoe.training.trained import load_teacher, start_from
 from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer
 
 

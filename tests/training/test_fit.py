@@ -344,8 +344,9 @@ def test_several_networks_teach_one(whole_run, tmp_path) -> None:
     assert one == pytest.approx(two)
     with pytest.raises(UserError, match="at least one path"):
         tiny_config("loss.distillation=1", "train.teacher=[]")
-    with pytest.raises(UserError, match="list of paths"):
-        tiny_config("loss.distillation=1", "train.teacher=3")
+    for wrong in ("3", "[a.safetensors, b.safetensors]"):
+        with pytest.raises(UserError, match="list of paths in quotes"):
+            tiny_config("loss.distillation=1", f"train.teacher={wrong}")
 
 
 def test_images_are_mixed_in_the_joint_stage_alone(whole_run, tmp_path) -> None:

@@ -35,7 +35,7 @@ def start_from(path: str, model: DeepMoE, size: tuple[int, int], *, frozen: bool
     except RuntimeError as error:
         raise UserError(f"the base network of {path} has other layers or widths") from error
     if isinstance(model.heads, GateHeads) and not start.gated:
-        model.heads.hand_out_by(channel_strengths(model.backbone, size))
+        model.heads.order_by_strength(channel_strengths(model.backbone, size))
     if not model.gated or not start.gated:
         return
     try:
@@ -67,20 +67,21 @@ def load_teacher(paths: Sequence[str], model: DeepMoE) -> Teacher:
 def channel_strengths(backbone: Backbone, size: tuple[int, int]) -> list[Tensor]:
     """How much the channels of each gated convolution matter to the layers behind.
 
-    The scale that batch norm gives a channel, times the norm of the weights that it meets.
+    The scale that batch norm gives a channel, times the norm of the weights that read it. Outputs
+    of residual blocks are read by all layers behind: there it is the scale alone.
     """
     layers = backbone.layers(*size)
     modules = {layer.path: backbone.get_submodule(layer.path) for layer in layers}
     strengths = []
     for gate, width in enumerate(backbone.gate_widths):
-        scale, met = torch.zeros(width), torch.zeros(width)
+        scale, readers = torch.ones(width), []
         for layer in layers:
             module = modules[layer.path]
             if layer.out_gate == gate and isinstance(module, GatedConv):
-                scale = module.bn.weight.detach().abs().cpu()
+                scale = module.bn.weight.abs().cpu()
             if layer.in_gate == gate:
-                met += _weight_of(module).detach().transpose(0, 1).flatten(1).square().sum(1).cpu()
-        strengths.append(scale * met.sqrt())
+                readers.append(_weight_of(module).transpose(0, 1).flatten(1).cpu())
+        strengths.append(scale * torch.cat(readers, dim=1).norm(dim=1) if readers else scale)
     return strengths
 
 

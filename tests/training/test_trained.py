@@ -9,7 +9,7 @@ from helpers import tiny_config
 from deepmoe.layers import GateHeads
 from deepmoe.registry import create_model
 from deepmoe.training import fit
-from deepmoe.training.others import channel_strengths
+from deepmoe.training.trained import channel_strengths
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -17,7 +17,7 @@ def test_stronger_channels_get_larger_gates(group: int) -> None:
     heads = GateHeads(3, [6, 4, 0], init="channels(0, 1)", group=group)
     before = [of_layer.clone() for of_layer in heads.weight.split(heads.rows)]
     strengths = [torch.tensor([1.0, 1, 9, 9, 5, 5]), torch.tensor([2.0, 3, 1, 0]), torch.empty(0)]
-    heads.hand_out_by(strengths)
+    heads.order_by_strength(strengths)
     after = heads.weight.detach().split(heads.rows)
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old.sort(dim=0).values, new.sort(dim=0).values)
@@ -45,12 +45,21 @@ def test_a_channel_is_strong_by_its_own_scale_and_by_what_reads_it() -> None:
     torch.testing.assert_close(last, torch.full((4,), 2 * 3**0.5))
 
 
+@pytest.mark.parametrize("gates", ["inner", "all"])
 @pytest.mark.parametrize("name", ["resnet20", "resnet50", "drn_a_50"])
-def test_every_gated_channel_of_a_residual_network_has_a_strength(name: str) -> None:
-    backbone = create_model(name, classes=3).backbone
+def test_every_gated_channel_of_a_residual_network_has_a_strength(name: str, gates: str) -> None:
+    backbone = create_model(name, classes=3, gates=gates).backbone
     strengths = channel_strengths(backbone, (64, 64))
     assert [len(s) for s in strengths] == list(backbone.gate_widths)
     assert all((s > 0).all() for s in strengths)
+
+
+def test_outputs_of_a_residual_block_are_as_strong_as_their_scale() -> None:
+    backbone = create_model("resnet20", classes=3, gates="all").backbone
+    scale = torch.rand(16)
+    with torch.no_grad():
+        backbone.get_submodule("stages.0.0.convs.1").bn.weight.copy_(scale)
+    torch.testing.assert_close(channel_strengths(backbone, (32, 32))[1], scale)
 
 
 def test_gates_on_a_trained_network_open_at_its_strongest_channels(tmp_path: Path) -> None:
