@@ -309,7 +309,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "vgg16-taught": partial(sweep_table, "vgg16_taught"),
     "vgg16-teachers": partial(sweep_table, "vgg16_teachers"),
     "vgg16-small": partial(sweep_table, "vgg16_small"),
-    "vgg16-small-by-heart": partial(sweep_table, "vgg16_small_by_heart"),
+    "small-by-heart": partial(sweep_table, "small_by_heart"),
     "resnet56-first": partial(sweep_table, "resnet56_first"),
     "vgg16-first-recipe": partial(sweep_table, "vgg16_first_recipe"),
     "cifar100-best": partial(sweep_table, "cifar100_best"),
