@@ -89,8 +89,7 @@ class _Contender:
         model = make_model(config, data.info.classes, fabric.device)
         optimizer = make_optimizer(model, config)
         store = CheckpointStore(folder, keep=0)
-        teachers = config.train.teachers
-        teacher = load_teacher(teachers, model) if teachers else None
+        teacher = load_teacher(config.train.teachers, model)
         self.trainer = Trainer(
             config, fabric, model, optimizer, data, store, None, TrainState(), teacher
         )

@@ -77,7 +77,7 @@ def fit(
         state = _restore(store.last, config, model, optimizer)
     elif train.start is not None:
         start_from(train.start, model, data.info.size, frozen=not train.epochs)
-    teacher = load_teacher(train.teachers, model) if train.teachers else None
+    teacher = load_teacher(train.teachers, model)
     if train.sync_bn:
         synchronise_bn(model, fabric)
     log = None

@@ -32,10 +32,10 @@ class Teacher(nn.Module):
         super().__init__()
         self.networks = nn.ModuleList(networks)
 
-    @torch.no_grad()
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Returns the mean of their logits: the geometric mean of what they hold likely."""
-        return torch.stack([network(x_BCHW).logits for network in self.networks]).mean(dim=0)
+        with torch.no_grad():
+            return torch.stack([network(x_BCHW).logits for network in self.networks]).mean(dim=0)
 
 
 class Objective(nn.Module):

@@ -45,8 +45,8 @@ def start_from(path: str, model: DeepMoE, size: tuple[int, int], *, frozen: bool
         raise UserError(f"embedding or gates of {path} have another form or size") from error
 
 
-def load_teacher(paths: Sequence[str], model: DeepMoE) -> Teacher:
-    """Trained networks on the device of the one to train.
+def load_teacher(paths: Sequence[str], model: DeepMoE) -> Teacher | None:
+    """Trained networks on the device of the one to train; nobody without paths.
 
     Raises:
         UserError: for one that tells other classes apart.
@@ -60,7 +60,7 @@ def load_teacher(paths: Sequence[str], model: DeepMoE) -> Teacher:
         if parameter.is_cuda:
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         networks.append(network)
-    return Teacher(networks).requires_grad_(False).eval()
+    return Teacher(networks).requires_grad_(False).eval() if networks else None
 
 
 @torch.no_grad()
