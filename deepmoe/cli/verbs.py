@@ -166,9 +166,7 @@ def curve(
     if data.info.task != "classification":
         raise UserError("curve takes models that classify images")
     with fabric.autocast():
-        points = cost_curve(
-            model, data.evaluation, levels, data.calibration if refit_norms else None
-        )
+        points = cost_curve(model, data.evaluation, levels, data.train if refit_norms else None)
     values = [{"threshold": p.threshold, **p.result.as_dict()} for p in points]
     if save is not None:
         changes = "".join(f" --set {item}" for item in overrides if "data.root" not in item)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from deepmoe.data import Loader
 from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads
 from deepmoe.model import DeepMoE, evaluation_mode
@@ -51,7 +52,7 @@ def cost_curve(
     model: DeepMoE,
     batches: Batches,
     thresholds: Sequence[float],
-    refit: Batches | None = None,
+    refit: Loader | None = None,
 ) -> list[CurvePoint]:
     """Evaluates a model once for each threshold.
 
@@ -60,8 +61,9 @@ def cost_curve(
         batches: to evaluate on; gone through once for each threshold, and once before.
         thresholds: in units of each layer's mean open gate, so that layers whose gates are all
             small are not closed first.
-        refit: training images, on which the base network's batch norms are measured anew for each
-            threshold: what they see changes with the gates. `None` leaves them as they are.
+        refit: training images, augmented as in training, on which the base network's batch norms
+            are measured anew for each threshold: what they see changes with the gates. `None`
+            leaves them as they are.
 
     Raises:
         UserError: for a model that has no gates of its own to close.
@@ -77,7 +79,8 @@ def cost_curve(
         backbone = model.backbone if refit is None else copy.deepcopy(model.backbone)
         cut = DeepMoE(model.embedding, heads, backbone)  # type: ignore[arg-type]
         if refit is not None:
-            refit_norms(cut, refit)
+            # As they are, images would have other statistics than the network was trained with.
+            refit_norms(cut, refit.epoch(0))
         points.append(CurvePoint(threshold, evaluate(cut, batches)))
     return points
 

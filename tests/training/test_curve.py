@@ -14,6 +14,7 @@ from deepmoe.layers import GateHeads
 from deepmoe.registry import create_model
 from deepmoe.training import fit
 from deepmoe.training.curve import ThresholdHeads, cost_curve, refit_norms
+from deepmoe.training.evaluate import evaluate
 
 
 def test_small_gates_are_closed_and_others_left_as_they_are() -> None:
@@ -51,7 +52,7 @@ def test_norms_are_measured_anew_with_closed_gates(tmp_path: Path) -> None:
     )
     assert [p["macs"] for p in plain] == [p["macs"] for p in refitted]
     assert plain[1]["loss"] != refitted[1]["loss"]
-    points = cost_curve(model, data.evaluation, [0.0, 1.0], data.calibration)
+    points = cost_curve(model, data.evaluation, [0.0, 1.0], data.train)
     assert points[1].result.loss == pytest.approx(refitted[1]["loss"], rel=1e-3)
     for name, tensor in model.state_dict().items():  # the model itself stays as it was
         assert torch.equal(tensor, before[name]), name
@@ -60,7 +61,10 @@ def test_norms_are_measured_anew_with_closed_gates(tmp_path: Path) -> None:
     norms = [m for m in model.backbone.modules() if isinstance(m, torch.nn.BatchNorm2d)]
     for norm in norms:
         norm.register_forward_hook(lambda m, x, y: seen.setdefault(m, []).append(x[0]))
-    refit_norms(model, data.calibration)
+    refit_norms(model, data.train.epoch(0))
+    # On augmented images, as in training: with no gate closed, that is the curve's first point.
+    assert evaluate(model, data.evaluation).loss == pytest.approx(refitted[0]["loss"], rel=1e-3)
+    seen = {norm: inputs[: data.train.batches_per_epoch] for norm, inputs in seen.items()}
     for norm in norms:
         torch.testing.assert_close(norm.running_mean, torch.cat(seen[norm]).mean(dim=(0, 2, 3)))
     assert not any(m.training for m in model.modules())
