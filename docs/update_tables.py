@@ -207,8 +207,6 @@ def sparse_profile_gpu_table() -> str:
 
 def sweep_table(name: str) -> str:
     """Mean and deviation of each run of a sweep, as far as it is done."""
-    grid = read_grid(ROOT / "sweeps" / f"{name}.toml")
-    folder = ROOT / "results" / name
     rows = [
         (
             row["run"],
@@ -218,55 +216,178 @@ def sweep_table(name: str) -> str:
             _percent(row, "train_accuracy"),
             format_macs(row["macs"]) if "macs" in row else "",
         )
-        for row in summary(grid, folder)
+        for row in _sweep_rows(name).values()
     ]
-    one = json.loads(min(folder.glob("*.json")).read_text(encoding="utf-8"))
-    evaluated_on = one["values"]["last"]["evaluated_on"]
+    paths = sorted((ROOT / "results" / name).glob("*.json"))
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    evaluated_on = results[0]["values"]["last"]["evaluated_on"]
     header = ["run", "seeds", f"accuracy ({evaluated_on})", "loss", "training accuracy", "MACs"]
-    return f"{markdown_table(header, rows)}\n\n{_origin(one)}"
+    return f"{markdown_table(header, rows)}\n\n{_origin(*results)}"
+
+
+HEADLINE = {
+    "vgg16, dense": "dense",
+    "vgg16, thin: dense with the MACs of the next": "thin",
+    "vgg16, gated": "best",
+    "vgg16, gated, 16 routes": "best_codes",
+    "vgg16 W13-All, dense": "w13_dense",
+    "vgg16 W13-All, gated": "w13_best",
+    "resnet56, dense": "resnet56_dense",
+    "resnet56 wide 2, gated": "resnet56_best",
+}
+
+
+def headline_table() -> str:
+    """The best recipes next to networks without gates."""
+    rows = _sweep_rows("cifar100_best")
+    return markdown_table(
+        ["network", "accuracy", "MACs", "seeds"],
+        [
+            (
+                name,
+                _percent(rows[run], "accuracy"),
+                format_macs(rows[run]["macs"]),
+                rows[run]["seeds"],
+            )
+            for name, run in HEADLINE.items()
+        ],
+    )
+
+
+class Effect(NamedTuple):
+    """What a part of a recipe is worth: two runs, as SWEEP/RUN, that differ in it."""
+
+    part: str
+    with_it: str
+    without: str
+
+    def row(self) -> tuple[str, ...]:
+        """Of the table."""
+        sides = []
+        for name in (self.with_it, self.without):
+            sweep, _, run = name.partition("/")
+            sides.append((run, _sweep_rows(sweep)[run]))
+        difference = 100 * (sides[0][1]["accuracy"] - sides[1][1]["accuracy"])
+        runs = " against ".join(f"{run} ({row['seeds']})" for run, row in sides)
+        return self.part, f"{difference:+.2f}", runs
+
+
+EFFECTS = {
+    "the test set": (
+        Effect(
+            "one long cycle instead of two, 38 epochs either way",
+            "cifar100_best/dense",
+            "vgg16_first_recipe/dense",
+        ),
+        Effect(
+            "a teacher trained with label smoothing, for a thin network",
+            "cifar100_best/smoothed_thin",
+            "cifar100_best/thin",
+        ),
+        Effect(
+            "gates, next to a thin network with that teacher",
+            "cifar100_best/smoothed",
+            "cifar100_best/smoothed_thin",
+        ),
+        Effect(
+            "instead: four teachers without smoothing, and a trained start",
+            "cifar100_best/best",
+            "cifar100_best/smoothed",
+        ),
+        Effect("a codebook of 16 routes", "cifar100_best/best_codes", "cifar100_best/best"),
+        Effect(
+            "to compare: twice the epochs, for the dense twin",
+            "cifar100_best/dense_long",
+            "cifar100_best/dense",
+        ),
+    ),
+    "held-out images": (
+        Effect(
+            "three teachers without smoothing instead of one with it",
+            "vgg16_started_select/from_scratch",
+            "vgg16_select/split",
+        ),
+        Effect(
+            "and to start from the trained twin",
+            "vgg16_started_select/started",
+            "vgg16_started_select/from_scratch",
+        ),
+        Effect(
+            "and W13-All among the teachers",
+            "vgg16_started_select/started_and_w13_teacher",
+            "vgg16_started_select/started",
+        ),
+        Effect(
+            "not taken: images mixed in pairs",
+            "vgg16_started_select/started_mixup",
+            "vgg16_started_select/started",
+        ),
+        Effect(
+            "not taken: images that choose channels, under a budget",
+            "vgg16_started_select/started_channels",
+            "vgg16_started_select/started",
+        ),
+    ),
+}
+
+
+def effects_table() -> str:
+    """What each part of the best recipe is worth."""
+    rows = [(on, *effect.row()) for on, effects in EFFECTS.items() for effect in effects]
+    return markdown_table(["on", "part", "points", "runs (and seeds)"], rows)
 
 
 class Target(NamedTuple):
     """What is asked for, and what is reached."""
 
     what: str
+    runs: tuple[str, ...]  # that the figure is made of
     reached: float
     bound: float
     at_most: bool = False
     written: Callable[[float], str] = "{:+.2f} points".format
 
-    def row(self) -> tuple[str, str, str, str]:
-        """Of the table."""
+    def row(self, seeds: dict[str, int]) -> tuple[str, ...]:
+        """Of the table, given how many seeds each run has."""
         met = self.reached <= self.bound if self.at_most else self.reached >= self.bound
         bound = f"at {'most' if self.at_most else 'least'} {self.written(self.bound)}"
-        return self.what, bound, self.written(self.reached), "yes" if met else "**no**"
+        of = ", ".join(f"{run} ({seeds[run]})" for run in self.runs)
+        return self.what, bound, self.written(self.reached), "yes" if met else "**no**", of
 
 
 def targets_table() -> str:
     """What the recipes are to reach, and what they reach."""
-    grid = read_grid(ROOT / "sweeps" / "cifar100_best.toml")
-    rows = {row["run"]: row for row in summary(grid, ROOT / "results" / "cifar100_best")}
+    rows = _sweep_rows("cifar100_best")
     accuracy = {run: 100 * row["accuracy"] for run, row in rows.items()}
     macs = {run: row["macs"] for run, row in rows.items()}
-    best, dense, thin = (accuracy[run] for run in ("best", "dense", "thin"))
-    w13, resnet = accuracy["w13_best"], accuracy["resnet56_gated"]
-    resnet_dense = "resnet56_dense"
-    percent = "{:.2f} %".format
+
+    def gain(run: str, over: str) -> tuple[tuple[str, ...], float]:
+        return (run, over), accuracy[run] - accuracy[over]
+
+    best, w13, resnet, resnet_dense = "best", "w13_best", "resnet56_best", "resnet56_dense"
+    percent, share = "{:.2f} %".format, 100 * macs[best] / macs["dense"]
     targets = [
-        Target("vgg16: of the dense MACs", 100 * macs["best"] / macs["dense"], 55, True, percent),
-        Target("vgg16: above the dense twin", best - dense, 0),
-        Target("vgg16: above the thin network", best - thin, 1),
-        Target("W13-All: MACs", macs["w13_best"], 2.29e8, True, format_macs),
-        Target("W13-All: accuracy", w13, 73.4, written=percent),
-        Target("W13-All: above dense vgg16", w13 - dense, 1.5),
-        Target("resnet56: MACs", macs["resnet56_gated"], macs[resnet_dense], True, format_macs),
-        Target("resnet56: error", 100 - resnet, 29.77, True, percent),
-        Target("resnet56: above the dense one", resnet - accuracy[resnet_dense], 1.5),
-        Target("vgg16, 16 codes: lost by them", best - accuracy["best_codes"], 0.5, True),
+        Target("vgg16: of the dense MACs", (best, "dense"), share, 55, True, percent),
+        Target("vgg16: above the dense twin", *gain(best, "dense"), 0),
+        Target("vgg16: above the thin network", *gain(best, "thin"), 1),
+        Target("W13-All: MACs", (w13,), macs[w13], 2.29e8, True, format_macs),
+        Target("W13-All: accuracy", (w13,), accuracy[w13], 73.4, written=percent),
+        Target("W13-All: above dense vgg16", *gain(w13, "dense"), 1.5),
+        Target(
+            "resnet56: MACs",
+            (resnet, resnet_dense),
+            macs[resnet],
+            macs[resnet_dense],
+            True,
+            format_macs,
+        ),
+        Target("resnet56: error", (resnet,), 100 - accuracy[resnet], 29.77, True, percent),
+        Target("resnet56: above the dense one", *gain(resnet, resnet_dense), 1.5),
+        Target("vgg16, 16 codes: lost by them", *gain(best, "best_codes"), 0.5, True),
     ]
-    seeds = min(rows[run]["seeds"] for run in ("best", "dense", "thin", "w13_best", resnet_dense))
-    header = [f"figure (mean of {seeds} seeds)", "target", "reached", "met"]
-    return markdown_table(header, [target.row() for target in targets])
+    seeds = {run: row["seeds"] for run, row in rows.items()}
+    header = ["figure", "target", "reached", "met", "runs (and seeds)"]
+    return markdown_table(header, [target.row(seeds) for target in targets])
 
 
 def curve_table(name: str) -> str:
@@ -278,6 +399,12 @@ def curve_table(name: str) -> str:
     ]
     header = ["gates closed below", "of dense MACs", "accuracy"]
     return f"{markdown_table(header, rows)}\n\n{_origin(result)}"
+
+
+def _sweep_rows(name: str) -> dict[str, dict[str, Any]]:
+    """The figures of each run of a sweep, over its seeds."""
+    grid = read_grid(ROOT / "sweeps" / f"{name}.toml")
+    return {row["run"]: row for row in summary(grid, ROOT / "results" / name)}
 
 
 def _percent(row: dict[str, Any], key: str) -> str:
@@ -312,9 +439,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "small-by-heart": partial(sweep_table, "small_by_heart"),
     "resnet56-first": partial(sweep_table, "resnet56_first"),
     "vgg16-first-recipe": partial(sweep_table, "vgg16_first_recipe"),
+    "headline": headline_table,
     "cifar100-best": partial(sweep_table, "cifar100_best"),
     "targets": targets_table,
+    "effects": effects_table,
     "vgg16-select": partial(sweep_table, "vgg16_select"),
+    "vgg16-started-select": partial(sweep_table, "vgg16_started_select"),
     "vgg16-literal": partial(sweep_table, "vgg16_literal"),
     "curve-best": partial(curve_table, "vgg16_curve_best"),
     "profile-cpu": sparse_profile_cpu_table,
@@ -340,14 +470,20 @@ def _read_result(name: str) -> dict[str, Any]:
     return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _origin(result: dict[str, Any]) -> str:
+def _origin(*results: dict[str, Any]) -> str:
+    """Where results of one command are from."""
+    one = results[0]
+    seeds, commits = (
+        ", ".join(sorted({str(result[key])[:7] for result in results}))
+        for key in ("seed", "commit")
+    )
     parts = [
-        result["hardware"],
-        f"torch {result['versions']['torch']}",
-        f"seed {result['seed']}",
-        f"commit {result['commit'][:7]}",
-        *([f"`{result['command']}`"] if result["command"].startswith("deepmoe") else []),
-        *([result["note"]] if "note" in result else []),
+        one["hardware"],
+        f"torch {one['versions']['torch']}",
+        f"seed {seeds}",
+        f"commit {commits}",
+        *([f"`{one['command']}`"] if one["command"].startswith("deepmoe") else []),
+        *([one["note"]] if "note" in one else []),
     ]
     return f"({'; '.join(parts)})"
 
