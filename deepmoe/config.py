@@ -114,6 +114,9 @@ class TrainConfig:
     budget_ramp: tuple[float, float] = (0.1, 0.6)  # joint stage: where the cost falls to it
     budget_by_cost: bool = False  # press harder where a channel costs more
     channel_floor: float = 0.05  # share of each layer's channels that a budget leaves running
+    # Joint stage: gates below a random threshold, up to this, are closed, so that one checkpoint
+    # serves many costs. In units of each layer's mean open gate, as in `deepmoe curve`.
+    random_threshold: float = 0.0
     codes: int | None = None  # frozen stage: gates come from a codebook of so many routes
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "64-true", "32-true", "bf16-mixed"] = "auto"  # bf16-mixed on CUDA
@@ -178,6 +181,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.target_macs": (TINY, 1e18),
     "train.budget_ramp": (0, 1),
     "train.channel_floor": (TINY, 1),
+    "train.random_threshold": (0, 10),
     "train.codes": (1, 65536),
     "train.loss_limit": (TINY, HUGE),
     "train.evaluate_epochs": (1, 1e6),
@@ -226,6 +230,8 @@ class RunConfig:
             raise UserError("train.epochs and train.finetune_epochs must not both be 0")
         if not self.train.epochs and self.train.start is None:
             raise UserError("without a joint stage (train.epochs = 0), set train.start")
+        if self.train.random_threshold and self.train.target_macs is not None:
+            raise UserError("train.random_threshold would mislead train.target_macs: set only one")
         if self.train.codes is not None and not self.train.finetune_epochs:
             raise UserError("train.codes needs a frozen stage: set train.finetune_epochs")
         if self.train.codes is not None and self.model.gates == "none":

@@ -80,6 +80,8 @@ def test_overrides_are_read_as_toml_and_else_as_text() -> None:
         (["embedding.temperature=[1]"], "embedding.temperature: expected a list of 2"),
         (["embedding.widths=[1, 'a']"], "embedding.widths: expected int, got 'a'"),
         (["data.scale=[2, 0.5]"], "data.scale must rise"),
+        (["train.random_threshold=-1"], "train.random_threshold must lie"),
+        (["train.random_threshold=1", "train.target_macs=0.5"], "would mislead train.target_macs"),
         (["train.lr"], "--set takes key=value"),
         (["=1"], "--set takes key=value"),
     ],

@@ -14,6 +14,11 @@ Gates = tuple[Tensor, ...]
 """One g_BC tensor for each gated convolution, in the order of the backbone's `gate_widths`."""
 
 
+def close_small(gates: Gates, thresholds: Sequence[float | Tensor]) -> Gates:
+    """Gates below their layer's threshold become zero, others stay as they are."""
+    return tuple(torch.where(g >= t, g, 0.0) for g, t in zip(gates, thresholds, strict=True))
+
+
 class GateHeads(nn.Module):
     """Multi-headed sparse gating: g^l = ReLU(W^l e), no bias.
 
@@ -150,19 +155,20 @@ def initialise(weight: Tensor, init: str) -> None:
         weight: to fill; a row for each gate, a column for each mixture weight.
         init: `ones`, `uniform(a, b)` or `normal(m, s)`; or, alike for all images at first,
             `channels(m, s)`: one normal number for each gate, or `split(p)`: a share p of the
-            gates at one, all others closed, for good unless heads revive gates.
+            gates at one, all others closed, for good unless heads revive gates. `split(p, s)`
+            spreads the open ones evenly from 1 + s to 1 - s.
     """
     if init.strip() == "ones":
         nn.init.ones_(weight)
         return
     found = _INIT.fullmatch(init.strip())
     name, text = found.groups() if found else ("", "")
-    fill, count = _FILL.get(name, (None, 0))
+    fill, counts = _FILL.get(name, (None, ()))
     numbers = [float(n) for n in map(str.strip, text.split(",")) if _NUMBER.fullmatch(n)]
-    if fill is None or not len(numbers) == count == 1 + text.count(","):
+    if fill is None or len(numbers) not in counts or len(numbers) != 1 + text.count(","):
         raise UserError(
-            "gate init is ones, uniform(a, b), normal(m, s), channels(m, s) or split(p), "
-            f"not {init!r}"
+            "gate init is ones, uniform(a, b), normal(m, s), channels(m, s), split(p) or "
+            f"split(p, s), not {init!r}"
         )
     try:
         fill(weight, *numbers)
@@ -174,18 +180,19 @@ def _fill_channels(weight: Tensor, mean: float, deviation: float) -> None:
     weight.copy_(nn.init.normal_(weight[:, :1].clone(), mean, deviation))
 
 
-def _fill_split(weight: Tensor, share: float) -> None:
-    if not 0 <= share <= 1:
-        raise ValueError("a share lies from 0 to 1")
+def _fill_split(weight: Tensor, share: float, spread: float = 0.0) -> None:
+    if not 0 <= share <= 1 or not 0 <= spread < 1:
+        raise ValueError("a share lies from 0 to 1, a spread below 1")
     column = nn.init.uniform_(weight[:, :1].clone(), *CLOSED)
-    column[torch.randperm(len(column))[: round(share * len(column))]] = 1.0
+    opened = torch.randperm(len(column))[: round(share * len(column))]
+    column[opened, 0] = torch.linspace(1 + spread, 1 - spread, len(opened)).to(column)
     weight.copy_(column)
 
 
-# What fills a matrix, and how many numbers it takes.
-_FILL: dict[str, tuple[Callable[..., object], int]] = {
-    "uniform": (nn.init.uniform_, 2),
-    "normal": (nn.init.normal_, 2),
-    "channels": (_fill_channels, 2),
-    "split": (_fill_split, 1),
+# What fills a matrix, and how many numbers it may take.
+_FILL: dict[str, tuple[Callable[..., object], tuple[int, ...]]] = {
+    "uniform": (nn.init.uniform_, (2,)),
+    "normal": (nn.init.normal_, (2,)),
+    "channels": (_fill_channels, (2,)),
+    "split": (_fill_split, (1, 2)),
 }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepmoe.data import Loader
 from deepmoe.errors import UserError
-from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads
+from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads, close_small
 from deepmoe.model import DeepMoE, evaluation_mode
 from deepmoe.training.evaluate import Batches, EvalResult, evaluate
 
@@ -43,8 +43,7 @@ class ThresholdHeads(nn.Module):
         return self.heads.weight
 
     def forward(self, e_BD: Tensor) -> Gates:
-        gates = zip(self.heads(e_BD), self.thresholds, strict=True)
-        return tuple(torch.where(g >= t, g, 0.0) for g, t in gates)
+        return close_small(self.heads(e_BD), self.thresholds)
 
 
 @torch.inference_mode()

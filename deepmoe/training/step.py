@@ -7,9 +7,9 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from deepmoe.layers import Gates
+from deepmoe.layers import Gates, close_small
 from deepmoe.losses import DeepMoELoss, LossParts
-from deepmoe.model import DeepMoE
+from deepmoe.model import DeepMoE, DeepMoEOutput
 
 WARM_UP = 3  # steps before a capture: compilers, cuDNN and the optimiser set themselves up
 
@@ -46,6 +46,8 @@ class Objective(nn.Module):
         loss: the objective.
         teacher: whose outputs the loss compares with; in evaluation mode.
         mixup: largest share of another image of the batch that is mixed into each.
+        threshold: gates below a random one, up to this, are closed; in units of each layer's
+            mean open gate.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class Objective(nn.Module):
         loss: DeepMoELoss,
         teacher: Teacher | None = None,
         mixup: float = 0.0,
+        threshold: float = 0.0,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.teacher = teacher
         self.mixup = mixup
+        self.threshold = threshold
 
     def forward(
         self, x_BCHW: Tensor, labels: Tensor, sparsity: Tensor, embedding_weight: Tensor
@@ -72,7 +76,7 @@ class Objective(nn.Module):
         if self.mixup:  # batches come shuffled, so the other end of one is as good as any image
             share = self.mixup * torch.rand((), device=x_BCHW.device, dtype=x_BCHW.dtype)
             x_BCHW = torch.lerp(x_BCHW, x_BCHW.flip(0), share)
-        output = self.model(x_BCHW)
+        output = self._with_small_gates_closed(x_BCHW) if self.threshold else self.model(x_BCHW)
         teacher_logits = None if self.teacher is None else self.teacher(x_BCHW)
         weights = (sparsity, embedding_weight, teacher_logits)
         parts = self.loss.weighted(output, labels, *weights)
@@ -85,6 +89,14 @@ class Objective(nn.Module):
         ones = torch.ones_like(parts.total)
         figures = torch.stack([p.double() for p in (*parts, hits, counted.sum(), ones)])
         return parts.total, figures.detach(), output.gates
+
+    def _with_small_gates_closed(self, x_BCHW: Tensor) -> DeepMoEOutput:
+        gates, embedding_logits = self.model.route(x_BCHW)
+        if gates is not None:
+            means = [(g.sum() / (g > 0).sum().clamp_min(1)).detach() for g in gates]
+            level = self.threshold * torch.rand((), device=x_BCHW.device)
+            gates = close_small(gates, [level * mean for mean in means])
+        return DeepMoEOutput(self.model.backbone(x_BCHW, gates), embedding_logits, gates)
 
 
 class EagerStep:

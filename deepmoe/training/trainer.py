@@ -114,8 +114,9 @@ class Trainer:
         """A stage's training step: frozen where it is, compiled and captured where that pays."""
         set_stage(self.model, stage)
         train, on_cuda = self.config.train, self.fabric.device.type == "cuda"
-        mixup = 0.0 if stage.frozen else self.config.data.mixup
-        objective = Objective(self.model, self._loss(stage), self.teacher, mixup)
+        # What makes the joint stage harder ends with it: norms are to know whole images and routes.
+        noise = (0.0, 0.0) if stage.frozen else (self.config.data.mixup, train.random_threshold)
+        objective = Objective(self.model, self._loss(stage), self.teacher, *noise)
         if train.compile == "on" or (train.compile == "auto" and on_cuda):
             objective.compile(dynamic=False)
         wrapped, optimizer = self.fabric.setup(objective, self.optimizer)

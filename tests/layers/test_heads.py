@@ -50,6 +50,11 @@ def test_starts_that_are_alike_for_all_images() -> None:
     assert int((first[:10] == 1).sum()) == 7 and int((first == 1).sum()) == 707
     closed = first[first != 1]
     assert (closed >= -0.5).all() and (closed <= 0).all() and closed.std().item() > 0.1
+    spread = GateHeads(50, [10, 5], init="split(0.6, 0.2)").weight
+    assert (spread == spread[:, :1]).all()
+    for of_layer, number in zip(spread[:, 0].split([10, 5]), (6, 3), strict=True):
+        opened = of_layer[of_layer > 0].sort(descending=True).values
+        torch.testing.assert_close(opened, torch.linspace(1.2, 0.8, number))
 
 
 @pytest.mark.parametrize(

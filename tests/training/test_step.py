@@ -46,6 +46,31 @@ def test_mixed_images_stand_for_both_labels(digits) -> None:
     assert figures[-3] == (output.logits.argmax(dim=1) == labels).sum()
 
 
+def test_gates_below_a_random_threshold_are_closed(digits) -> None:
+    x_BCHW, labels = digits
+    model, loss = model_of(tiny_config("heads.init=normal(1, 0.5)")), DeepMoELoss()
+    nothing = torch.zeros(())
+    torch.manual_seed(0)
+    total, _, gates = Objective(model, loss, threshold=2.0)(x_BCHW, labels, nothing, nothing)
+    torch.manual_seed(0)
+    level = 2.0 * torch.rand(())
+    routed, _ = model.route(x_BCHW)
+    assert gates is not None and routed is not None and 0.9 < level < 1.1
+    for g, whole in zip(gates, routed, strict=True):
+        small = whole < level * whole[whole > 0].mean()
+        assert small.any() and not small.all()
+        torch.testing.assert_close(g, whole.masked_fill(small, 0.0))
+    logits = model.backbone(x_BCHW, gates)
+    torch.testing.assert_close(total, torch.nn.functional.cross_entropy(logits, labels))
+
+
+def test_a_network_without_gates_has_none_to_close(digits) -> None:
+    model, one = model_of(tiny_config("model.gates=none")), torch.ones(())
+    objectives = [Objective(model, DeepMoELoss(), threshold=t) for t in (0.0, 2.0)]
+    (total, _, _), (other, _, gates) = (objective(*digits, one, one) for objective in objectives)
+    assert gates is None and total == other
+
+
 def test_without_mixing_no_random_number_is_drawn(digits) -> None:
     objective, nothing = Objective(model_of(tiny_config()), DeepMoELoss()), torch.zeros(())
     torch.manual_seed(3)
@@ -65,7 +90,10 @@ def test_several_teachers_answer_with_the_mean_of_their_logits(digits) -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("settings", [(), ("train.target_macs=0.6",), ("data.mixup=0.5",)])
+@pytest.mark.parametrize(
+    "settings",
+    [(), ("train.target_macs=0.6",), ("data.mixup=0.5",), ("train.random_threshold=1.2",)],
+)
 def test_captured_steps_train_as_plain_ones(tmp_path: Path, settings: tuple[str, ...]) -> None:
     weights = {}
     for graphs in ("auto", "off"):
