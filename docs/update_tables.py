@@ -263,13 +263,159 @@ class Effect(NamedTuple):
 
     def row(self) -> tuple[str, ...]:
         """Of the table."""
-        sides = []
-        for name in (self.with_it, self.without):
-            sweep, _, run = name.partition("/")
-            sides.append((run, _sweep_rows(sweep)[run]))
-        difference = 100 * (sides[0][1]["accuracy"] - sides[1][1]["accuracy"])
-        runs = " against ".join(f"{run} ({row['seeds']})" for run, row in sides)
-        return self.part, f"{difference:+.2f}", runs
+        return self.part, *_difference(self.with_it, self.without)
+
+
+class Ingredient(NamedTuple):
+    """A setting that may make a recipe better, and what it was worth where that was measured."""
+
+    what: str
+    setting: str
+    with_it: str = ""
+    without: str = ""
+
+    def row(self) -> tuple[str, ...]:
+        """Of the table."""
+        measured = _difference(self.with_it, self.without) if self.with_it else ("", "")
+        return self.what, self.setting, *measured
+
+
+def _difference(with_it: str, without: str) -> tuple[str, str]:
+    """Points of accuracy between two runs, and their names."""
+    accuracies, names = [], []
+    for name in (with_it, without):
+        sweep, _, run = name.partition("/")
+        row = _sweep_rows(sweep)[run]
+        accuracies.append(100 * row["accuracy"])
+        names.append(f"{run} ({row['seeds']})")
+    return f"{accuracies[0] - accuracies[1]:+.2f}", " against ".join(names)
+
+
+INGREDIENTS = (
+    Ingredient(
+        "no gate that reaches the classifier directly",
+        "`model.gate_last = false`",
+        "vgg16_taught/split",
+        "vgg16_taught/split_last",
+    ),
+    Ingredient(
+        "free mixture weights instead of class probabilities",
+        '`embedding.form = "latent"`, `embedding.dim`',
+        "vgg16_gates/latent",
+        "vgg16_gates/rate10",
+    ),
+    Ingredient(
+        "small or falling weight of the embedding's own loss",
+        "`loss.embedding`, a number or points over epochs",
+        "vgg16_gates/mu01",
+        "vgg16_gates/rate10",
+    ),
+    Ingredient(
+        "random softmax temperature",
+        "`embedding.temperature`",
+        "vgg16_gates/temperature",
+        "vgg16_gates/rate10",
+    ),
+    Ingredient(
+        "an embedding that learns from its own loss alone",
+        "`embedding.task_gradient = false`",
+        "vgg16_select/split_apart",
+        "vgg16_select/split",
+    ),
+    Ingredient(
+        "gates that start apart, for each class",
+        '`heads.init = "normal(1, 0.3)"`',
+        "vgg16_gates/normal",
+        "vgg16_gates/rate10",
+    ),
+    Ingredient(
+        "gates that start alike for all images, some of them closed for good",
+        '`heads.init = "split(0.7)"` instead of `"channels(1, 0.3)"` and a budget',
+        "vgg16_select/split",
+        "vgg16_select/channels",
+    ),
+    Ingredient(
+        "gates that learn faster than the rest, all open",
+        "`heads.lr_scale = 30`",
+        "vgg16_gates/open_rate30",
+        "vgg16_gates/open",
+    ),
+    Ingredient(
+        "the same, much faster, under a budget",
+        "`heads.lr_scale = 100`",
+        "vgg16_gates/rate100",
+        "vgg16_gates/rate10",
+    ),
+    Ingredient("sparse pressure by hand, after a warm-up", "`loss.sparsity`, points over epochs"),
+    Ingredient("a budget of MACs instead", "`train.target_macs`"),
+    Ingredient(
+        "a budget that is met early",
+        "`train.budget_ramp = [0, 0.25]`",
+        "vgg16_gates/early",
+        "vgg16_gates/rate10",
+    ),
+    Ingredient(
+        "more pressure where a channel costs more",
+        "`train.budget_by_cost`",
+        "vgg16_gates/by_cost",
+        "vgg16_gates/rate10",
+    ),
+    Ingredient(
+        "channels that a budget leaves to each layer",
+        "`train.channel_floor = 0.6`",
+        "vgg16_gates/floor",
+        "vgg16_gates/rate10",
+    ),
+    Ingredient("a gradient for closed gates", "`heads.revive`"),
+    Ingredient("grouped experts: several channels a gate", "`heads.group`"),
+    Ingredient(
+        "one cycle of the learning rate over both stages",
+        '`train.schedule = "long-cycle"`',
+        "cifar100_best/dense",
+        "vgg16_first_recipe/dense",
+    ),
+    Ingredient(
+        "longer or warmer second stage",
+        "`train.finetune_epochs`, `train.finetune_lr`",
+        "vgg16_gates/second_stage_warm",
+        "vgg16_gates/rate10",
+    ),
+    Ingredient(
+        "start from a trained network and its gates; "
+        "if it has none, with the largest gates at its strongest channels",
+        '`train.start = "runs/dense/last.safetensors"`',
+        "vgg16_started_select/started",
+        "vgg16_started_select/from_scratch",
+    ),
+    Ingredient(
+        "learn from the outputs of trained networks, one or several",
+        "`train.teacher`, `loss.distillation`, `loss.distillation_temperature`",
+        "cifar100_best/smoothed_thin",
+        "cifar100_best/thin",
+    ),
+    Ingredient(
+        "images mixed in pairs",
+        "`data.mixup`",
+        "vgg16_started_select/started_mixup",
+        "vgg16_started_select/started",
+    ),
+    Ingredient(
+        "small gates closed at random, so that one checkpoint serves many costs",
+        '`train.random_threshold`, with gates that start apart: `heads.init = "split(0.72, 0.3)"`',
+    ),
+    Ingredient(
+        "a codebook of routes",
+        "`train.codes`",
+        "cifar100_best/best_codes",
+        "cifar100_best/best",
+    ),
+)
+
+
+def ingredients_table() -> str:
+    """What a recipe can be made of."""
+    header = ["ingredient", "setting", "points", "runs (and seeds)"]
+    return markdown_table(header, [ingredient.row() for ingredient in INGREDIENTS])
 
 
 EFFECTS = {
@@ -443,6 +589,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cifar100-best": partial(sweep_table, "cifar100_best"),
     "targets": targets_table,
     "effects": effects_table,
+    "ingredients": ingredients_table,
     "vgg16-select": partial(sweep_table, "vgg16_select"),
     "vgg16-started-select": partial(sweep_table, "vgg16_started_select"),
     "vgg16-literal": partial(sweep_table, "vgg16_literal"),
