@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
@@ -29,7 +30,16 @@ class DeepMoE(nn.Module):
     Gates are passed as arguments and returned, never kept on a layer. Without embedding and heads
     it is the dense twin: the same base network, losses and training loop. With a codebook, the
     gates of an image are those of the nearest of its codes.
+
+    Args:
+        embedding: looks at the image.
+        heads: make gates from its answer.
+        backbone: the base network.
+        codebook: of routes, if images are to share a few of them.
+        thresholds: one a channel, all layers side by side; gates below are closed.
     """
+
+    thresholds: Tensor | None
 
     def __init__(
         self,
@@ -37,6 +47,7 @@ class DeepMoE(nn.Module):
         heads: GateHeads | NoisyTopKHeads | None,
         backbone: Backbone,
         codebook: RouteCodebook | None = None,
+        thresholds: Tensor | None = None,
     ) -> None:
         super().__init__()
         if (embedding is None) != (heads is None):
@@ -47,6 +58,7 @@ class DeepMoE(nn.Module):
         self.heads = heads
         self.backbone = backbone
         self.codebook = codebook
+        self.register_buffer("thresholds", thresholds)
 
     @property
     def gated(self) -> bool:
@@ -62,10 +74,16 @@ class DeepMoE(nn.Module):
         if self.embedding is None or self.heads is None:
             return None, None
         e_BD, embedding_logits = self.embedding(x_BCHW)
-        gates = self.heads(e_BD)
+        gates = self.gates_side_by_side(e_BD).split(self.backbone.gate_widths, dim=1)
         if self.codebook is not None:
             gates = self.codebook(gates)
         return gates, embedding_logits
+
+    def gates_side_by_side(self, e_BD: Tensor) -> Tensor:
+        """What the heads make of mixture weights, for all layers as one tensor."""
+        assert self.heads is not None
+        g_BC = self.heads.side_by_side(e_BD)
+        return g_BC if self.thresholds is None else torch.where(g_BC >= self.thresholds, g_BC, 0.0)
 
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
         gates, embedding_logits = self.route(x_BCHW)

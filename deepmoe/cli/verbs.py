@@ -189,6 +189,40 @@ def curve(
 
 @main.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "--macs", "share", type=float, required=True, help="Share of the dense MACs to come down to."
+)
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), help="The new checkpoint, a file."
+)
+@set_option
+@json_option
+def cut(
+    checkpoint: Path, share: float, out: Path, overrides: tuple[str, ...], as_json: bool
+) -> None:
+    """Make a cheaper model of CHECKPOINT: closes its small gates, measures its norms anew."""
+    from deepmoe.training.checkpoint import load_checkpoint, save_checkpoint
+    from deepmoe.training.curve import cut_to
+    from deepmoe.training.evaluate import evaluate
+
+    model, data, fabric = _open_for_evaluation(checkpoint, overrides)
+    if data.info.task != "classification":
+        raise UserError("cut takes models that classify images")
+    with fabric.autocast():
+        small, threshold = cut_to(model, data.info.size, share, data.calibration, data.train)
+        result = evaluate(small, data.evaluation)
+    loaded = load_checkpoint(checkpoint)
+    save_checkpoint(out, small, loaded.config, loaded.info, loaded.state)
+    if as_json:
+        values = {"threshold": threshold, **result.as_dict()}
+        click.echo(json.dumps(values | {"evaluated_on": data.evaluation_name}, indent=2))
+        return
+    _print_evaluation(result)
+    click.echo(f"checkpoint: {out}")
+
+
+@main.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
 @sparse_option
 @json_option

@@ -4,7 +4,7 @@ from deepmoe.layers.codebook import RouteCodebook
 from deepmoe.layers.description import Layer, conv_layer, linear_layer
 from deepmoe.layers.embedding import ShallowEmbedding
 from deepmoe.layers.gated_conv import GatedConv
-from deepmoe.layers.heads import GateHeads, Gates, NoisyTopKHeads, close_small
+from deepmoe.layers.heads import GateHeads, Gates, NoisyTopKHeads
 
 __all__ = [
     "GateHeads",
@@ -14,7 +14,6 @@ __all__ = [
     "NoisyTopKHeads",
     "RouteCodebook",
     "ShallowEmbedding",
-    "close_small",
     "conv_layer",
     "linear_layer",
 ]

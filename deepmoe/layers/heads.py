@@ -14,11 +14,6 @@ Gates = tuple[Tensor, ...]
 """One g_BC tensor for each gated convolution, in the order of the backbone's `gate_widths`."""
 
 
-def close_small(gates: Gates, thresholds: Sequence[float | Tensor]) -> Gates:
-    """Gates below their layer's threshold become zero, others stay as they are."""
-    return tuple(torch.where(g >= t, g, 0.0) for g, t in zip(gates, thresholds, strict=True))
-
-
 class GateHeads(nn.Module):
     """Multi-headed sparse gating: g^l = ReLU(W^l e), no bias.
 

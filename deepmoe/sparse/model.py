@@ -69,6 +69,7 @@ class SparseModel(DeepMoE):
             copy.deepcopy(model.heads),
             copy.deepcopy(model.backbone).to("meta"),  # for its layers and costs only
             copy.deepcopy(model.codebook),
+            model.thresholds,
         )
         self.dtype = dtype
         device = next(model.parameters()).device
@@ -199,12 +200,11 @@ class SparseModel(DeepMoE):
 
     def _look_at(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The heads' gates side by side, the embedding's logits, and what the first layers give."""
-        assert self.heads is not None
         with self.beside:
             images = x_BCHW if self.takes_any_image else self._converted(x_BCHW)
             features = self.wiring[0].wire_before_gates(images, self.whole)
         e_BD, embedding_logits = self.fast_embedding(x_BCHW)
-        g_BC = self.heads.side_by_side(e_BD)
+        g_BC = self.gates_side_by_side(e_BD)
         self.beside.join(features)
         return g_BC, embedding_logits, features
 
@@ -235,7 +235,10 @@ def _channels_to_keep(model: DeepMoE, multiple: int) -> list[Tensor]:
     if model.codebook is not None:
         alive = (model.codebook.codes > 0).any(dim=0)
     elif isinstance(model.heads, GateHeads):
-        alive = model.heads.per_channel(model.heads.weight.max(dim=1).values > 0, dim=0)
+        largest = model.heads.per_channel(model.heads.weight.max(dim=1).values, dim=0)
+        alive = largest > 0
+        if model.thresholds is not None:
+            alive &= largest >= model.thresholds
     else:
         alive = torch.ones(sum(widths), dtype=torch.bool)
     keep = []

@@ -125,6 +125,8 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
         model = model_from_config(config, info.classes)
     weights = _with_prefix(tensors, "model.")
     model.codebook = _empty_codebook(model, weights)
+    if model.gated and "thresholds" in weights:
+        model.thresholds = torch.zeros(sum(model.backbone.gate_widths))
     if config.train.precision == "64-true":
         model.double()
     optimizer_state: dict[str, dict[str, Tensor]] = {}

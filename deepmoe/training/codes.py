@@ -74,7 +74,7 @@ def _collect_gates(model: DeepMoE, batches: Iterable[Batch], images: int) -> Ten
     with evaluation_mode(model):
         for x_BCHW, _ in batches:
             e_BD, _ = model.embedding(model.placed(x_BCHW))
-            found.append(model.heads.side_by_side(e_BD).float().cpu())
+            found.append(model.gates_side_by_side(e_BD).float().cpu())
             count += len(x_BCHW)
             if count >= images:
                 break

@@ -1,19 +1,21 @@
 """Accuracy against cost of one trained model: gates below a threshold are closed at inference."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from deepmoe.costs import Size, count_costs, count_macs
 from deepmoe.data import Loader
 from deepmoe.errors import UserError
-from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads, close_small
 from deepmoe.model import DeepMoE, evaluation_mode
 from deepmoe.training.evaluate import Batches, EvalResult, evaluate
 
 REFIT_IMAGES = 4000
+CUT_IMAGES = 4000  # that a threshold is found on
+BISECTIONS = 30
 
 
 @dataclass(frozen=True)
@@ -22,28 +24,6 @@ class CurvePoint:
 
     threshold: float  # in units of each layer's mean open gate
     result: EvalResult
-
-
-class ThresholdHeads(nn.Module):
-    """Gate heads whose small gates are closed.
-
-    Args:
-        heads: that give the gates.
-        thresholds: one a layer; smaller gates become zero, others stay as they are.
-    """
-
-    def __init__(self, heads: GateHeads | NoisyTopKHeads, thresholds: Sequence[float]) -> None:
-        super().__init__()
-        self.heads = heads
-        self.thresholds = thresholds
-
-    @property
-    def weight(self) -> Tensor:
-        """Of the heads, by which their cost is counted."""
-        return self.heads.weight
-
-    def forward(self, e_BD: Tensor) -> Gates:
-        return close_small(self.heads(e_BD), self.thresholds)
 
 
 @torch.inference_mode()
@@ -67,21 +47,63 @@ def cost_curve(
     Raises:
         UserError: for a model that has no gates of its own to close.
     """
-    if not model.gated or model.heads is None:
-        raise UserError("a dense network has no gates, so that its cost can't be changed")
-    if model.codebook is not None:
-        raise UserError("the routes of a codebook are fixed: its cost can't be changed")
-    means = _mean_open_gates(model, batches)
+    _check_gates(model)
+    with evaluation_mode(model):
+        means_C = _mean_open_gates(_routes(model, batches), model.backbone.gate_widths)
     points = []
     for threshold in thresholds:
-        heads = ThresholdHeads(model.heads, [threshold * mean for mean in means])
-        backbone = model.backbone if refit is None else copy.deepcopy(model.backbone)
-        cut = DeepMoE(model.embedding, heads, backbone)  # type: ignore[arg-type]
-        if refit is not None:
-            # As they are, images would have other statistics than the network was trained with.
-            refit_norms(cut, refit.epoch(0))
+        cut = _with_thresholds(model, threshold * means_C, refit)
         points.append(CurvePoint(threshold, evaluate(cut, batches)))
     return points
+
+
+@torch.no_grad()
+def cut_to(
+    model: DeepMoE, size: Size, share: float, batches: Batches, refit: Loader
+) -> tuple[DeepMoE, float]:
+    """A model of lower cost: its small gates closed, its batch norms measured anew.
+
+    Args:
+        model: a gated model without a codebook.
+        size: of its input images.
+        share: of the dense base network's MACs that an image is to cost on average.
+        batches: images to find the threshold on.
+        refit: training images, for the norms.
+
+    Returns:
+        The model, and its threshold in units of each layer's mean open gate.
+
+    Raises:
+        UserError: for a model without gates to close, or a share that closing them can't reach.
+    """
+    _check_gates(model)
+    found: list[Tensor] = []
+    with evaluation_mode(model):
+        for g_BC in _routes(model, batches):
+            found.append(g_BC)
+            if sum(map(len, found)) >= CUT_IMAGES:
+                break
+    g_NC, widths, dense = (
+        torch.cat(found),
+        model.backbone.gate_widths,
+        count_costs(model, size).macs,
+    )
+    means_C = _mean_open_gates([g_NC], widths)
+
+    def share_at(threshold: float) -> float:
+        kept = torch.where(g_NC >= threshold * means_C, g_NC, 0.0).split(widths, dim=1)
+        return float(count_macs(model, size, kept).double().mean()) / dense
+
+    low, high = 0.0, 1.0 + float((g_NC / means_C.clamp_min(1e-12)).max())
+    if not share_at(high) <= share <= share_at(low):
+        raise UserError(
+            f"closing gates can't reach {share:g} of the dense MACs: this model "
+            f"goes from {share_at(high):.3f} to {share_at(low):.3f}"
+        )
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if share_at(middle) <= share else (middle, high)
+    return _with_thresholds(model, high * means_C, refit), high
 
 
 @torch.no_grad()
@@ -104,12 +126,39 @@ def refit_norms(model: DeepMoE, batches: Batches) -> None:
         norm.momentum = momentum
 
 
-def _mean_open_gates(model: DeepMoE, batches: Batches) -> list[float]:
-    sums = opened = torch.zeros(len(model.backbone.gate_widths), dtype=torch.float64)
-    with evaluation_mode(model):
-        for x_BCHW, _ in batches:
-            gates, _ = model.route(model.placed(x_BCHW))
-            assert gates is not None
-            sums = sums + torch.stack([g.double().sum() for g in gates]).cpu()
-            opened = opened + torch.stack([(g > 0).sum() for g in gates]).cpu()
-    return [float(s / max(1, o)) for s, o in zip(sums.tolist(), opened.tolist(), strict=True)]
+def _check_gates(model: DeepMoE) -> None:
+    if not model.gated:
+        raise UserError("a dense network has no gates, so that its cost can't be changed")
+    if model.codebook is not None:
+        raise UserError("the routes of a codebook are fixed: its cost can't be changed")
+
+
+def _with_thresholds(model: DeepMoE, thresholds_C: Tensor, refit: Loader | None) -> DeepMoE:
+    """The model with thresholds, which never fall, and where refitted with norms of its own."""
+    if model.thresholds is not None:
+        thresholds_C = torch.maximum(thresholds_C, model.thresholds)
+    backbone = model.backbone if refit is None else copy.deepcopy(model.backbone)
+    cut = DeepMoE(model.embedding, model.heads, backbone, thresholds=thresholds_C).eval()
+    if refit is not None:
+        # As they are, images would have other statistics than the network was trained with.
+        refit_norms(cut, refit.epoch(0))
+    return cut
+
+
+def _routes(model: DeepMoE, batches: Batches) -> Iterator[Tensor]:
+    """All gates of each batch, side by side."""
+    for x_BCHW, _ in batches:
+        gates, _ = model.route(model.placed(x_BCHW))
+        assert gates is not None
+        yield torch.cat(gates, dim=1)
+
+
+def _mean_open_gates(routes: Iterable[Tensor], widths: Sequence[int]) -> Tensor:
+    """The mean of each layer's open gates, one number a channel."""
+    sums, opened = torch.zeros(2, len(widths), dtype=torch.float64)
+    for g_BC in routes:
+        layers = g_BC.split(list(widths), dim=1)
+        sums += torch.stack([g.double().sum() for g in layers]).cpu()
+        opened += torch.stack([(g > 0).sum() for g in layers]).cpu()
+    means_L = (sums / opened.clamp_min(1)).to(g_BC)
+    return means_L.repeat_interleave(torch.tensor(widths, device=means_L.device))

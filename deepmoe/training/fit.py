@@ -124,6 +124,8 @@ def _restore(
         raise UserError(f"{path} is from a run with other settings of {', '.join(changed)}")
     if checkpoint.model.codebook is not None:
         model.codebook = checkpoint.model.codebook.to(next(model.parameters()).device)
+    if checkpoint.model.thresholds is not None:
+        model.thresholds = checkpoint.model.thresholds.to(next(model.parameters()).device)
     model.to(next(checkpoint.model.parameters()).dtype)
     model.load_state_dict(checkpoint.model.state_dict())
     for name, parameter in model.named_parameters():

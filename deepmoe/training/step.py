@@ -7,7 +7,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from deepmoe.layers import Gates, close_small
+from deepmoe.layers import Gates
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE, DeepMoEOutput
 
@@ -95,7 +95,9 @@ class Objective(nn.Module):
         if gates is not None:
             means = [(g.sum() / (g > 0).sum().clamp_min(1)).detach() for g in gates]
             level = self.threshold * torch.rand((), device=x_BCHW.device)
-            gates = close_small(gates, [level * mean for mean in means])
+            gates = tuple(
+                torch.where(g >= level * mean, g, 0.0) for g, mean in zip(gates, means, strict=True)
+            )
         return DeepMoEOutput(self.model.backbone(x_BCHW, gates), embedding_logits, gates)
 
 

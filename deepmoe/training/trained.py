@@ -43,6 +43,8 @@ def start_from(path: str, model: DeepMoE, size: tuple[int, int], *, frozen: bool
             module.load_state_dict(trained.state_dict())
     except RuntimeError as error:
         raise UserError(f"embedding or gates of {path} have another form or size") from error
+    if start.thresholds is not None:
+        model.thresholds = start.thresholds.to(next(model.parameters()).device)
 
 
 def load_teacher(paths: Sequence[str], model: DeepMoE) -> Teacher | None:

@@ -11,18 +11,30 @@ from helpers import tiny_config
 from deepmoe.cli import main
 from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads
+from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model
-from deepmoe.training import fit
-from deepmoe.training.curve import ThresholdHeads, cost_curve, refit_norms
+from deepmoe.sparse import sparsify
+from deepmoe.training import fit, load_checkpoint
+from deepmoe.training.curve import cost_curve, refit_norms
 from deepmoe.training.evaluate import evaluate
+from deepmoe.training.fit import FitResult
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> FitResult:
+    """Gates far apart, so that there is an order among them."""
+    config = tiny_config("heads.init=split(0.8, 0.5)", "train.random_threshold=1.2")
+    return fit(config, tmp_path_factory.mktemp("curve") / "run", quiet=True)
 
 
 def test_small_gates_are_closed_and_others_left_as_they_are() -> None:
     gates = (torch.tensor([[0.1, 0.5, 0.0]]), torch.tensor([[3.0, 1.0]]))
     heads = GateHeads(1, [3, 2])
     heads.weight.data = torch.cat(gates, dim=1).T.clone()
-    first, second = ThresholdHeads(heads, [0.3, 2.0])(torch.ones(1, 1))
-    assert first.tolist() == [[0.0, 0.5, 0.0]] and second.tolist() == [[3.0, 0.0]]
+    whole = create_model("vgg11", classes=10)
+    thresholds = torch.tensor([0.3, 0.3, 0.3, 2.0, 2.0])
+    cut = DeepMoE(whole.embedding, heads, whole.backbone, thresholds=thresholds)
+    assert cut.gates_side_by_side(torch.ones(1, 1)).tolist() == [[0.0, 0.5, 0.0, 3.0, 0.0]]
 
 
 def test_cost_falls_as_the_threshold_rises(tmp_path: Path) -> None:
@@ -69,6 +81,55 @@ def test_norms_are_measured_anew_with_closed_gates(tmp_path: Path) -> None:
         torch.testing.assert_close(norm.running_mean, torch.cat(seen[norm]).mean(dim=(0, 2, 3)))
     assert not any(m.training for m in model.modules())
     assert {norm.momentum for norm in norms} == {0.1}
+
+
+def test_a_model_is_cut_to_a_cost(trained: FitResult, tmp_path: Path) -> None:
+    whole, images = trained.evaluation.macs_share, next(iter(trained.data.evaluation))[0]
+    assert whole is not None
+    command = ["cut", str(trained.checkpoint), "--json", "--macs"]
+    path, smaller = (tmp_path / f"{name}.safetensors" for name in ("cut", "smaller"))
+    done = CliRunner().invoke(main, [*command, f"{0.7 * whole}", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    figures = json.loads(done.output)
+    assert figures["macs_share"] == pytest.approx(0.7 * whole, rel=0.05)
+    again = CliRunner().invoke(main, ["eval", str(path), "--json"])
+    assert json.loads(again.output)["accuracy"] == figures["accuracy"]
+    model = load_checkpoint(path).model
+    output, sparse = model(images), sparsify(model)(images)
+    torch.testing.assert_close(sparse.logits, output.logits, rtol=1e-3, atol=1e-3)
+    routed, _ = trained.model.route(images)
+    for g, of_whole in zip(output.gates, routed, strict=True):
+        assert ((g == of_whole) | (g == 0)).all()
+    # Thresholds never fall: what is cut can be cut further.
+    done = CliRunner().invoke(
+        main, ["cut", str(path), "--macs", f"{0.5 * whole}", "--out", str(smaller)]
+    )
+    assert done.exit_code == 0 and str(smaller) in done.output
+    thresholds = [load_checkpoint(p).model.thresholds for p in (path, smaller)]
+    assert thresholds[0] is not None and thresholds[1] is not None
+    assert (thresholds[1] >= thresholds[0]).all() and (thresholds[1] > thresholds[0]).any()
+    assert load_checkpoint(trained.checkpoint).model.thresholds is None
+
+
+def test_a_cut_model_stays_cut_in_training(trained: FitResult, tmp_path: Path) -> None:
+    whole, path = trained.evaluation.macs_share, tmp_path / "cut.safetensors"
+    assert whole is not None
+    share = f"{0.7 * whole}"
+    CliRunner().invoke(main, ["cut", str(trained.checkpoint), "--macs", share, "--out", str(path)])
+    settings = ("train.epochs=0", "train.finetune_epochs=1", "heads.init=split(0.8, 0.5)")
+    config = tiny_config(f"train.start={path}", *settings)
+    tuned = fit(config, tmp_path / "run", quiet=True)
+    assert tuned.evaluation.macs_share == pytest.approx(0.7 * whole, rel=0.05)
+    resumed = fit(config, tmp_path / "run", resume=True, quiet=True)
+    assert resumed.evaluation == tuned.evaluation
+
+
+@pytest.mark.parametrize("share", ["0.001", "5", "nan"])
+def test_costs_out_of_reach_are_refused(trained: FitResult, tmp_path: Path, share: str) -> None:
+    command = ["cut", str(trained.checkpoint), "--macs", share, "--out", str(tmp_path / "cut")]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 2 and "closing gates can't reach" in done.output
+    assert not (tmp_path / "cut").exists()
 
 
 def test_a_dense_network_is_refused() -> None:
