@@ -83,7 +83,7 @@ class DeepMoE(nn.Module):
         """What the heads make of mixture weights, for all layers as one tensor."""
         assert self.heads is not None
         g_BC = self.heads.side_by_side(e_BD)
-        return g_BC if self.thresholds is None else torch.where(g_BC >= self.thresholds, g_BC, 0.0)
+        return g_BC if self.thresholds is None else close_small(g_BC, self.thresholds)
 
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
         gates, embedding_logits = self.route(x_BCHW)
@@ -92,6 +92,12 @@ class DeepMoE(nn.Module):
     def routing_modules(self) -> list[nn.Module]:
         """What the fine-tune stage freezes: the embedding network and the heads."""
         return [m for m in (self.embedding, self.heads) if m is not None]
+
+
+def close_small(gates: Tensor, thresholds: Tensor) -> Tensor:
+    """Gates below their thresholds become zero, others stay as they are."""
+    # Closed ones are left alone: heads may give them a gradient, by which they open again.
+    return torch.where((gates >= thresholds) | (gates <= 0), gates, 0.0)
 
 
 @contextmanager

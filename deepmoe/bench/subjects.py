@@ -97,11 +97,12 @@ def trained_subject(
     )
     images = _first_images(opened.evaluation, batch)
     model = loaded.model.to(device).eval()
+    parts = (model.embedding, model.heads, model.backbone)
     coded = model if model.codebook is not None else None
     if coded is None and codes is not None:
         book = learn_codebook(model, opened.calibration, codes, loaded.info.size)
-        coded = DeepMoE(model.embedding, model.heads, model.backbone, book).to(device).eval()
-    plain = DeepMoE(model.embedding, model.heads, model.backbone).eval()
+        coded = DeepMoE(*parts, book, model.thresholds).to(device).eval()
+    plain = DeepMoE(*parts, thresholds=model.thresholds).eval()
     own_width = replace(config.model, wide=1.0, widths=None)
     base = model_from_config(replace(config, model=own_width).dense, loaded.info.classes)
     return Subject(plain, coded, base.eval().to(device).backbone, images)

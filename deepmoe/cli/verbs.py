@@ -205,6 +205,8 @@ def cut(
     from deepmoe.training.curve import cut_to
     from deepmoe.training.evaluate import evaluate
 
+    if out.is_dir() or out.resolve() == checkpoint.resolve():
+        raise UserError(f"--out takes a file besides the checkpoint, not {out}")
     model, data, fabric = _open_for_evaluation(checkpoint, overrides)
     if data.info.task != "classification":
         raise UserError("cut takes models that classify images")

@@ -24,6 +24,7 @@ from deepmoe.sparse.runners import FixedRunner, MaskedRunner, with_idle
 
 DENSITY_STEPS = 16  # in how many steps the planner tells densities apart
 PLANNING_IMAGES = 13  # after so many, the dynamic network has planned its own layers
+ROUNDING = 1e-5  # by which a mixture of weights may come out above the largest of them
 MOST_ROUTES_ON_GPU = 8  # each route is a network of its own, too small to fill a GPU
 
 
@@ -69,7 +70,7 @@ class SparseModel(DeepMoE):
             copy.deepcopy(model.heads),
             copy.deepcopy(model.backbone).to("meta"),  # for its layers and costs only
             copy.deepcopy(model.codebook),
-            model.thresholds,
+            copy.deepcopy(model.thresholds),
         )
         self.dtype = dtype
         device = next(model.parameters()).device
@@ -238,7 +239,7 @@ def _channels_to_keep(model: DeepMoE, multiple: int) -> list[Tensor]:
         largest = model.heads.per_channel(model.heads.weight.max(dim=1).values, dim=0)
         alive = largest > 0
         if model.thresholds is not None:
-            alive &= largest >= model.thresholds
+            alive &= largest * (1 + ROUNDING) >= model.thresholds
     else:
         alive = torch.ones(sum(widths), dtype=torch.bool)
     keep = []

@@ -45,6 +45,8 @@ class MacsBudget:
     def __init__(self, model: DeepMoE, size: Size, train: TrainConfig, steps: int) -> None:
         if not isinstance(model.heads, GateHeads) or train.target_macs is None:
             raise UserError("train.target_macs needs a gated model with relu heads")
+        if model.thresholds is not None:
+            raise UserError("train.target_macs can't steer a model that deepmoe cut has made")
         costs = count_costs(model, size)
         device = model.heads.weight.device
         self.heads = model.heads

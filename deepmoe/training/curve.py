@@ -1,6 +1,7 @@
 """Accuracy against cost of one trained model: gates below a threshold are closed at inference."""
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 from deepmoe.costs import Size, count_costs, count_macs
 from deepmoe.data import Loader
 from deepmoe.errors import UserError
-from deepmoe.model import DeepMoE, evaluation_mode
+from deepmoe.model import DeepMoE, close_small, evaluation_mode
 from deepmoe.training.evaluate import Batches, EvalResult, evaluate
 
 REFIT_IMAGES = 4000
 CUT_IMAGES = 4000  # that a threshold is found on
 BISECTIONS = 30
+TOLERANCE = 0.005  # of the dense MACs: what may be cut beyond the share that was asked for
+COARSE = 0.05  # and how much less it may be where gates close in steps
+ROUNDING = 1e-4  # gates that are no further apart are alike
 
 
 @dataclass(frozen=True)
@@ -91,19 +95,40 @@ def cut_to(
     means_C = _mean_open_gates([g_NC], widths)
 
     def share_at(threshold: float) -> float:
-        kept = torch.where(g_NC >= threshold * means_C, g_NC, 0.0).split(widths, dim=1)
+        kept = close_small(g_NC, threshold * means_C).split(widths, dim=1)
         return float(count_macs(model, size, kept).double().mean()) / dense
 
-    low, high = 0.0, 1.0 + float((g_NC / means_C.clamp_min(1e-12)).max())
-    if not share_at(high) <= share <= share_at(low):
+    ratios_NC = g_NC / means_C.clamp_min(1e-12)
+    most = 1.0 + float(ratios_NC.max())
+    if not share_at(most) <= share <= share_at(0.0):
+        least, whole = math.ceil(1000 * share_at(most)), math.floor(1000 * share_at(0.0))
         raise UserError(
             f"closing gates can't reach {share:g} of the dense MACs: this model "
-            f"goes from {share_at(high):.3f} to {share_at(low):.3f}"
+            f"goes from {least / 1000:g} to {whole / 1000:g}"
         )
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if share_at(middle) <= share else (middle, high)
-    return _with_thresholds(model, high * means_C, refit), high
+
+    def threshold_for(goal: float) -> float:
+        low, high = 0.0, most
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if share_at(middle) <= goal else (middle, high)
+        return high
+
+    lowest = threshold_for(share)
+    reached = share_at(lowest + ROUNDING)
+    if reached < share - COARSE:
+        raise UserError(
+            f"this model's gates are too much alike to reach {share:g} of the dense MACs: "
+            f"closing the next ones leaves {reached:.3f}"
+        )
+    # A little higher, where gates lie apart: rounding is not to decide on them.
+    highest = threshold_for(reached - TOLERANCE)
+    near = ratios_NC[(ratios_NC > lowest) & (ratios_NC < highest)]
+    steps = torch.cat([near, torch.tensor([lowest, highest]).to(near)]).sort().values
+    widest = int(steps.diff().argmax())
+    threshold = float(steps[widest : widest + 2].mean())
+    small = _with_thresholds(copy.deepcopy(model), threshold * means_C, refit)
+    return small.eval(), threshold
 
 
 @torch.no_grad()
@@ -127,7 +152,7 @@ def refit_norms(model: DeepMoE, batches: Batches) -> None:
 
 
 def _check_gates(model: DeepMoE) -> None:
-    if not model.gated:
+    if not model.gated or not sum(model.backbone.gate_widths):
         raise UserError("a dense network has no gates, so that its cost can't be changed")
     if model.codebook is not None:
         raise UserError("the routes of a codebook are fixed: its cost can't be changed")
@@ -138,7 +163,7 @@ def _with_thresholds(model: DeepMoE, thresholds_C: Tensor, refit: Loader | None)
     if model.thresholds is not None:
         thresholds_C = torch.maximum(thresholds_C, model.thresholds)
     backbone = model.backbone if refit is None else copy.deepcopy(model.backbone)
-    cut = DeepMoE(model.embedding, model.heads, backbone, thresholds=thresholds_C).eval()
+    cut = DeepMoE(model.embedding, model.heads, backbone, thresholds=thresholds_C)
     if refit is not None:
         # As they are, images would have other statistics than the network was trained with.
         refit_norms(cut, refit.epoch(0))
@@ -156,9 +181,12 @@ def _routes(model: DeepMoE, batches: Batches) -> Iterator[Tensor]:
 def _mean_open_gates(routes: Iterable[Tensor], widths: Sequence[int]) -> Tensor:
     """The mean of each layer's open gates, one number a channel."""
     sums, opened = torch.zeros(2, len(widths), dtype=torch.float64)
+    g_BC = None
     for g_BC in routes:
         layers = g_BC.split(list(widths), dim=1)
         sums += torch.stack([g.double().sum() for g in layers]).cpu()
         opened += torch.stack([(g > 0).sum() for g in layers]).cpu()
+    if g_BC is None:
+        raise ValueError("the loader gave no images")
     means_L = (sums / opened.clamp_min(1)).to(g_BC)
     return means_L.repeat_interleave(torch.tensor(widths, device=means_L.device))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepmoe.layers import Gates
 from deepmoe.losses import DeepMoELoss, LossParts
-from deepmoe.model import DeepMoE, DeepMoEOutput
+from deepmoe.model import DeepMoE, DeepMoEOutput, close_small
 
 WARM_UP = 3  # steps before a capture: compilers, cuDNN and the optimiser set themselves up
 
@@ -95,9 +95,8 @@ class Objective(nn.Module):
         if gates is not None:
             means = [(g.sum() / (g > 0).sum().clamp_min(1)).detach() for g in gates]
             level = self.threshold * torch.rand((), device=x_BCHW.device)
-            gates = tuple(
-                torch.where(g >= level * mean, g, 0.0) for g, mean in zip(gates, means, strict=True)
-            )
+            layers = zip(gates, means, strict=True)
+            gates = tuple(close_small(g, level * mean) for g, mean in layers)
         return DeepMoEOutput(self.model.backbone(x_BCHW, gates), embedding_logits, gates)
 
 

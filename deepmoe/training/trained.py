@@ -44,7 +44,7 @@ def start_from(path: str, model: DeepMoE, size: tuple[int, int], *, frozen: bool
     except RuntimeError as error:
         raise UserError(f"embedding or gates of {path} have another form or size") from error
     if start.thresholds is not None:
-        model.thresholds = start.thresholds.to(next(model.parameters()).device)
+        model.thresholds = start.thresholds.to(next(model.parameters()))
 
 
 def load_teacher(paths: Sequence[str], model: DeepMoE) -> Teacher | None:

@@ -1,5 +1,6 @@
 """Accuracy against cost from one trained model."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -8,14 +9,17 @@ import torch
 from click.testing import CliRunner
 from helpers import tiny_config
 
+from deepmoe.bench.subjects import trained_subject
 from deepmoe.cli import main
+from deepmoe.config import HeadsConfig
 from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model
 from deepmoe.sparse import sparsify
 from deepmoe.training import fit, load_checkpoint
-from deepmoe.training.curve import cost_curve, refit_norms
+from deepmoe.training.checkpoint import save_checkpoint
+from deepmoe.training.curve import cost_curve, cut_to, refit_norms
 from deepmoe.training.evaluate import evaluate
 from deepmoe.training.fit import FitResult
 
@@ -122,6 +126,74 @@ def test_a_cut_model_stays_cut_in_training(trained: FitResult, tmp_path: Path) -
     assert tuned.evaluation.macs_share == pytest.approx(0.7 * whole, rel=0.05)
     resumed = fit(config, tmp_path / "run", resume=True, quiet=True)
     assert resumed.evaluation == tuned.evaluation
+
+
+def test_a_cut_model_is_a_start_in_any_precision_but_not_under_a_budget(
+    trained: FitResult, tmp_path: Path
+) -> None:
+    path, data = tmp_path / "cut.safetensors", trained.data
+    config = tiny_config("heads.init=split(0.8, 0.5)", "train.precision=64-true")
+    share = 0.7 * (trained.evaluation.macs_share or 0)
+    small, _ = cut_to(trained.model, data.info.size, share, data.calibration, data.train)
+    state = load_checkpoint(trained.checkpoint).state
+    save_checkpoint(path, small.double(), config, data.info, state)
+    started = f"train.start={path}", "heads.init=split(0.8, 0.5)", "train.epochs=1"
+    tuned = fit(tiny_config(*started), tmp_path / "run", quiet=True)
+    thresholds = load_checkpoint(tuned.checkpoint).model.thresholds
+    assert thresholds is not None and thresholds.dtype == torch.float32
+    with pytest.raises(UserError, match="can't steer a model that deepmoe cut has made"):
+        fit(tiny_config(*started, "train.target_macs=0.5"), tmp_path / "steered", quiet=True)
+
+
+def test_cutting_leaves_the_whole_model_as_it_was(trained: FitResult) -> None:
+    model, data = copy.deepcopy(trained.model).train(), trained.data
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    share = 0.7 * (trained.evaluation.macs_share or 0)
+    small, threshold = cut_to(model, data.info.size, share, data.calibration, data.train)
+    assert threshold > 0 and not any(m.training for m in small.modules())
+    small.double()
+    assert all(m.training for m in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_cut_model_is_benched_as_it_is(trained: FitResult, tmp_path: Path) -> None:
+    path, share = tmp_path / "cut.safetensors", 0.6 * (trained.evaluation.macs_share or 0)
+    command = ["cut", str(trained.checkpoint), "--macs", str(share), "--out", str(path)]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    subject = trained_subject(path, batch=8, codes=2, device="cpu")
+    gates, _ = subject.dynamic.route(subject.images)
+    routed, _ = load_checkpoint(path).model.route(subject.images)
+    assert gates is not None and routed is not None
+    for g, expected in zip(gates, routed, strict=True):
+        assert torch.equal(g, expected)
+    assert subject.coded is not None and subject.coded.thresholds is not None
+
+
+def test_closed_gates_keep_the_gradient_that_revives_them() -> None:
+    model = create_model("vgg11", classes=10, heads=HeadsConfig(init="uniform(-1, 1)", revive=0.5))
+    assert isinstance(model.heads, GateHeads)
+    model.thresholds = torch.full((sum(model.heads.widths),), 0.3)
+    e_BD = torch.full((2, model.heads.weight.shape[1]), 1 / model.heads.weight.shape[1])
+    model.gates_side_by_side(e_BD).sum().backward()
+    gates, gradient = model.heads.side_by_side(e_BD)[0], model.heads.weight.grad
+    assert gradient is not None and (gates == 0).any() and (gates > 0).any()
+    assert (gradient[gates == 0] > 0).all()
+    assert (gradient[(gates > 0) & (gates < 0.3)] == 0).all()
+
+
+def test_gates_that_are_all_alike_can_not_be_parted(tmp_path: Path) -> None:
+    result = fit(tiny_config("heads.init=ones", "heads.lr_scale=0"), tmp_path / "run", quiet=True)
+    command = ["cut", str(result.checkpoint), "--macs", "0.6", "--out", str(tmp_path / "cut")]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 2 and "too much alike" in done.output
+
+
+def test_a_checkpoint_is_not_cut_onto_itself(trained: FitResult, tmp_path: Path) -> None:
+    for out in (trained.checkpoint, tmp_path):
+        command = ["cut", str(trained.checkpoint), "--macs", "0.4", "--out", str(out)]
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 2 and "a file besides the checkpoint" in done.output
 
 
 @pytest.mark.parametrize("share", ["0.001", "5", "nan"])
