@@ -301,8 +301,6 @@ INGREDIENTS = (
     Ingredient(
         "free mixture weights instead of class probabilities",
         '`embedding.form = "latent"`, `embedding.dim`',
-        "vgg16_gates/latent",
-        "vgg16_gates/rate10",
     ),
     Ingredient(
         "small or falling weight of the embedding's own loss",
@@ -375,8 +373,8 @@ INGREDIENTS = (
         "vgg16_first_recipe/dense",
     ),
     Ingredient(
-        "longer or warmer second stage",
-        "`train.finetune_epochs`, `train.finetune_lr`",
+        "longer and warmer second stage",
+        "`train.finetune_epochs = 10`, `train.finetune_lr = 0.03`",
         "vgg16_gates/second_stage_warm",
         "vgg16_gates/rate10",
     ),
@@ -401,10 +399,12 @@ INGREDIENTS = (
     ),
     Ingredient(
         "small gates closed at random, so that one checkpoint serves many costs",
-        '`train.random_threshold`, with gates that start apart: `heads.init = "split(0.72, 0.3)"`',
+        '`train.random_threshold`, with gates that start apart: `heads.init = "split(1, 0.5)"`',
+        "small_by_heart/many_costs",
+        "small_by_heart/split_three",
     ),
     Ingredient(
-        "a codebook of routes",
+        "a codebook of routes, with eight more epochs",
         "`train.codes`",
         "cifar100_best/best_codes",
         "cifar100_best/best",
@@ -440,7 +440,11 @@ EFFECTS = {
             "cifar100_best/best",
             "cifar100_best/smoothed",
         ),
-        Effect("a codebook of 16 routes", "cifar100_best/best_codes", "cifar100_best/best"),
+        Effect(
+            "a codebook of 16 routes, with eight more epochs",
+            "cifar100_best/best_codes",
+            "cifar100_best/best",
+        ),
         Effect(
             "to compare: twice the epochs, for the dense twin",
             "cifar100_best/dense_long",
@@ -449,7 +453,8 @@ EFFECTS = {
     ),
     "held-out images": (
         Effect(
-            "three teachers without smoothing instead of one with it",
+            "three teachers without smoothing instead of one with it, none for the student, "
+            "and a share of 0.9 instead of 0.7",
             "vgg16_started_select/from_scratch",
             "vgg16_select/split",
         ),
@@ -536,15 +541,19 @@ def targets_table() -> str:
     return markdown_table(header, [target.row(seeds) for target in targets])
 
 
-def curve_table(name: str) -> str:
-    """Accuracy and cost of one checkpoint, its small gates closed more and more."""
-    result = _read_result(name)
+def curve_table(results: dict[str, str]) -> str:
+    """Accuracy and cost of checkpoints, their small gates closed more and more."""
+    found = [_read_result(name) for name in results.values()]
     rows = [
-        (f"{p['threshold']:g}", f"{p['macs_share']:.1%}", f"{p['accuracy']:.2%}")
-        for p in result["values"]
+        (
+            f"{points[0]['threshold']:g}",
+            *(t for p in points for t in (f"{p['macs_share']:.1%}", f"{p['accuracy']:.2%}")),
+        )
+        for points in zip(*(result["values"] for result in found), strict=True)
     ]
-    header = ["gates closed below", "of dense MACs", "accuracy"]
-    return f"{markdown_table(header, rows)}\n\n{_origin(result)}"
+    header = ["gates closed below"]
+    header += [f"{run}: {what}" for run in results for what in ("of dense MACs", "accuracy")]
+    return f"{markdown_table(header, rows)}\n\n{_origin(*found)}"
 
 
 def _sweep_rows(name: str) -> dict[str, dict[str, Any]]:
@@ -593,7 +602,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "vgg16-select": partial(sweep_table, "vgg16_select"),
     "vgg16-started-select": partial(sweep_table, "vgg16_started_select"),
     "vgg16-literal": partial(sweep_table, "vgg16_literal"),
-    "curve-best": partial(curve_table, "vgg16_curve_best"),
+    "curve-best": partial(curve_table, {"best": "vgg16_curve_best"}),
+    "curve-small": partial(
+        curve_table,
+        {run: f"small_curve_{run}" for run in ("split_three", "many_costs", "many_costs_whole")},
+    ),
     "profile-cpu": sparse_profile_cpu_table,
     "profile-gpu": sparse_profile_gpu_table,
 }
