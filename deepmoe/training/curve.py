@@ -87,12 +87,8 @@ def cut_to(
             found.append(g_BC)
             if sum(map(len, found)) >= CUT_IMAGES:
                 break
-    g_NC, widths, dense = (
-        torch.cat(found),
-        model.backbone.gate_widths,
-        count_costs(model, size).macs,
-    )
-    means_C = _mean_open_gates([g_NC], widths)
+    widths, dense = model.backbone.gate_widths, count_costs(model, size).macs
+    means_C, g_NC = _mean_open_gates(found, widths), torch.cat(found)
 
     def share_at(threshold: float) -> float:
         kept = close_small(g_NC, threshold * means_C).split(widths, dim=1)
