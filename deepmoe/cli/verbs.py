@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
     from deepmoe.data import DataSource
-    from deepmoe.model import DeepMoE
+    from deepmoe.training.checkpoint import Checkpoint
     from deepmoe.training.trainer import Result
 
 
@@ -113,15 +113,15 @@ def evaluate_checkpoint(
 
     from deepmoe.training.trainer import evaluate_on
 
-    model, data, fabric = _open_for_evaluation(checkpoint, overrides)
+    loaded, data, fabric = _open_for_evaluation(checkpoint, overrides)
     if sparse:
         from deepmoe.sparse import sparsify
 
         half = "bf16" in str(fabric._precision.precision)
-        result = evaluate_on(sparsify(model, dtype=torch.bfloat16 if half else None), data)
+        result = evaluate_on(sparsify(loaded.model, dtype=torch.bfloat16 if half else None), data)
     else:
         with fabric.autocast():
-            result = evaluate_on(model, data)
+            result = evaluate_on(loaded.model, data)
     if as_json:
         values = result.as_dict() | {"evaluated_on": data.evaluation_name}
         click.echo(json.dumps(values, indent=2))
@@ -162,11 +162,12 @@ def curve(
         raise UserError("--thresholds must not be negative")
     if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
         raise UserError(f"--plot takes a .png in a folder that is there, not {plot}")
-    model, data, fabric = _open_for_evaluation(checkpoint, overrides)
+    loaded, data, fabric = _open_for_evaluation(checkpoint, overrides)
     if data.info.task != "classification":
         raise UserError("curve takes models that classify images")
     with fabric.autocast():
-        points = cost_curve(model, data.evaluation, levels, data.train if refit_norms else None)
+        refit = data.train if refit_norms else None
+        points = cost_curve(loaded.model, data.evaluation, levels, refit)
     values = [{"threshold": p.threshold, **p.result.as_dict()} for p in points]
     if save is not None:
         changes = "".join(f" --set {item}" for item in overrides if "data.root" not in item)
@@ -201,19 +202,19 @@ def cut(
     checkpoint: Path, share: float, out: Path, overrides: tuple[str, ...], as_json: bool
 ) -> None:
     """Make a cheaper model of CHECKPOINT: closes its small gates, measures its norms anew."""
-    from deepmoe.training.checkpoint import load_checkpoint, save_checkpoint
+    from deepmoe.training.checkpoint import save_checkpoint
     from deepmoe.training.curve import cut_to
     from deepmoe.training.evaluate import evaluate
 
     if out.is_dir() or out.resolve() == checkpoint.resolve():
         raise UserError(f"--out takes a file besides the checkpoint, not {out}")
-    model, data, fabric = _open_for_evaluation(checkpoint, overrides)
+    loaded, data, fabric = _open_for_evaluation(checkpoint, overrides)
     if data.info.task != "classification":
         raise UserError("cut takes models that classify images")
     with fabric.autocast():
-        small, threshold = cut_to(model, data.info.size, share, data.calibration, data.train)
+        size, images = data.info.size, data.calibration
+        small, threshold = cut_to(loaded.model, size, share, images, data.train)
         result = evaluate(small, data.evaluation)
-    loaded = load_checkpoint(checkpoint)
     save_checkpoint(out, small, loaded.config, loaded.info, loaded.state)
     if as_json:
         values = {"threshold": threshold, **result.as_dict()}
@@ -365,8 +366,8 @@ def _print_evaluation(result: "Result") -> None:
 
 def _open_for_evaluation(
     checkpoint: Path, overrides: tuple[str, ...]
-) -> "tuple[DeepMoE, DataSource, Fabric]":
-    """A checkpoint's model on its device, and the data to evaluate it on."""
+) -> "tuple[Checkpoint, DataSource, Fabric]":
+    """A checkpoint, its model on the device to use, and the data to evaluate it on."""
     from deepmoe.config import apply_overrides
     from deepmoe.data import open_data
     from deepmoe.training import load_checkpoint
@@ -382,4 +383,5 @@ def _open_for_evaluation(
     fabric = make_fabric(config.train)
     batch_size = config.train.batch_size
     data = open_data(config.data, batch_size=batch_size, device=fabric.device, info=loaded.info)
-    return loaded.model.to(fabric.device), data, fabric
+    loaded.model.to(fabric.device)
+    return loaded, data, fabric

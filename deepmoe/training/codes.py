@@ -11,7 +11,8 @@ from deepmoe.data import Batch
 from deepmoe.errors import UserError
 from deepmoe.layers import RouteCodebook
 from deepmoe.layers.heads import project
-from deepmoe.model import DeepMoE, evaluation_mode
+from deepmoe.model import DeepMoE
+from deepmoe.training.evaluate import gates_of_images
 
 MOST_IMAGES = 8192
 MOST_FEATURES = 512  # wider features are projected: distances change by a few percent
@@ -49,7 +50,7 @@ def learn_codebook(
     if not model.gated:
         raise UserError("a codebook needs a gated model, but this one is dense")
     check_codes(codes)
-    gates_NC = _collect_gates(model, batches, images)
+    gates_NC = gates_of_images(model, batches, images).float().cpu()
     check_codes(codes, len(gates_NC))
     widths = model.backbone.gate_widths
     weight_C = _channel_weights(model, size)
@@ -65,20 +66,6 @@ def check_codes(codes: int, images: int | None = None) -> None:
         raise UserError(f"a codebook has at least 1 code, not {codes}")
     if images is not None and codes > images:
         raise UserError(f"{codes} codes can't be learnt from {images} images: ask for fewer")
-
-
-@torch.no_grad()
-def _collect_gates(model: DeepMoE, batches: Iterable[Batch], images: int) -> Tensor:
-    assert model.embedding is not None and model.heads is not None
-    found, count = [torch.zeros(0, sum(model.backbone.gate_widths))], 0
-    with evaluation_mode(model):
-        for x_BCHW, _ in batches:
-            e_BD, _ = model.embedding(model.placed(x_BCHW))
-            found.append(model.gates_side_by_side(e_BD).float().cpu())
-            count += len(x_BCHW)
-            if count >= images:
-                break
-    return torch.cat(found)[:images]
 
 
 def _channel_weights(model: DeepMoE, size: tuple[int, int]) -> Tensor:

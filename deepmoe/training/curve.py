@@ -12,7 +12,7 @@ from deepmoe.costs import Size, count_costs, count_macs
 from deepmoe.data import Loader
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE, close_small, evaluation_mode
-from deepmoe.training.evaluate import Batches, EvalResult, evaluate
+from deepmoe.training.evaluate import Batches, EvalResult, evaluate, gates_of_images
 
 REFIT_IMAGES = 4000
 CUT_IMAGES = 4000  # that a threshold is found on
@@ -81,14 +81,9 @@ def cut_to(
         UserError: for a model without gates to close, or a share that closing them can't reach.
     """
     _check_gates(model)
-    found: list[Tensor] = []
-    with evaluation_mode(model):
-        for g_BC in _routes(model, batches):
-            found.append(g_BC)
-            if sum(map(len, found)) >= CUT_IMAGES:
-                break
+    g_NC = gates_of_images(model, batches, CUT_IMAGES)
     widths, dense = model.backbone.gate_widths, count_costs(model, size).macs
-    means_C, g_NC = _mean_open_gates(found, widths), torch.cat(found)
+    means_C = _mean_open_gates([g_NC] if len(g_NC) else [], widths)
 
     def share_at(threshold: float) -> float:
         kept = close_small(g_NC, threshold * means_C).split(widths, dim=1)
@@ -123,8 +118,7 @@ def cut_to(
     steps = torch.cat([near, torch.tensor([lowest, highest]).to(near)]).sort().values
     widest = int(steps.diff().argmax())
     threshold = float(steps[widest : widest + 2].mean())
-    small = _with_thresholds(copy.deepcopy(model), threshold * means_C, refit)
-    return small.eval(), threshold
+    return _with_thresholds(model, threshold * means_C, refit).eval(), threshold
 
 
 @torch.no_grad()
@@ -155,14 +149,15 @@ def _check_gates(model: DeepMoE) -> None:
 
 
 def _with_thresholds(model: DeepMoE, thresholds_C: Tensor, refit: Loader | None) -> DeepMoE:
-    """The model with thresholds, which never fall, and where refitted with norms of its own."""
+    """The model with thresholds, which never fall; a copy of its own where norms are refitted."""
     if model.thresholds is not None:
         thresholds_C = torch.maximum(thresholds_C, model.thresholds)
-    backbone = model.backbone if refit is None else copy.deepcopy(model.backbone)
-    cut = DeepMoE(model.embedding, model.heads, backbone, thresholds=thresholds_C)
-    if refit is not None:
-        # As they are, images would have other statistics than the network was trained with.
-        refit_norms(cut, refit.epoch(0))
+    if refit is None:
+        return DeepMoE(model.embedding, model.heads, model.backbone, thresholds=thresholds_C)
+    cut = copy.deepcopy(model)
+    cut.thresholds = thresholds_C
+    # As they are, images would have other statistics than the network was trained with.
+    refit_norms(cut, refit.epoch(0))
     return cut
 
 

@@ -121,3 +121,18 @@ def collect_gates(model: DeepMoE, batches: Batches, class_names: tuple[str, ...]
         class_names=class_names,
         dense_macs=count_costs(model, size).macs,
     )
+
+
+@torch.no_grad()
+def gates_of_images(model: DeepMoE, batches: Batches, images: int) -> Tensor:
+    """The gates of so many images at most, all layers side by side; no codebook is looked at."""
+    assert model.embedding is not None
+    found, count = [model.placed(torch.zeros(0, sum(model.backbone.gate_widths)))], 0
+    with evaluation_mode(model):
+        for x_BCHW, _ in batches:
+            e_BD, _ = model.embedding(model.placed(x_BCHW))
+            found.append(model.gates_side_by_side(e_BD))
+            count += len(x_BCHW)
+            if count >= images:
+                break
+    return torch.cat(found)[:images]
