@@ -20,7 +20,7 @@ format: $(VENV)/.installed-dev  ## Bring the code into the house style
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)/.installed-dev  ## Bring the generated tables in README.md up to date
+docs: $(VENV)/.installed-dev  ## Bring the generated tables and the plot in the documents up to date
 	$(BIN)/python docs/update_tables.py
 
 clean:

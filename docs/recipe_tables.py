@@ -11,6 +11,8 @@ from deepmoe.costs import format_macs
 from deepmoe.results import markdown_table
 from deepmoe.sweep import read_grid, summary
 
+LEAST_ACCURACY = 0.6  # in the plot of costs: nobody would take what lies below
+
 
 def sweep_table(name: str) -> str:
     """Mean and deviation of each run of a sweep, as far as it is done."""
@@ -34,12 +36,16 @@ def sweep_table(name: str) -> str:
 
 HEADLINE = {
     "vgg16, dense": "dense",
-    "vgg16, thin: dense with the MACs of the next": "thin",
+    "vgg16, dense, with the start and the teachers of the gated": "dense_started",
+    "vgg16, thin: dense with the MACs of the gated": "thin",
+    "vgg16, thin, with the teachers of the gated": "thin_taught",
+    "vgg16, gated, but gates left as they start: a fixed choice of channels": "best_still",
     "vgg16, gated": "best",
     "vgg16, gated, 16 routes": "best_codes",
     "vgg16 W13-All, dense": "w13_dense",
     "vgg16 W13-All, gated": "w13_best",
     "resnet56, dense": "resnet56_dense",
+    "resnet56 wide 2, gated, but gates left as they start": "resnet56_still",
     "resnet56 wide 2, gated": "resnet56_best",
 }
 
@@ -108,6 +114,8 @@ INGREDIENTS = (
     Ingredient(
         "free mixture weights instead of class probabilities",
         '`embedding.form = "latent"`, `embedding.dim`',
+        "vgg16_started_select/started_latent",
+        "vgg16_started_select/started",
     ),
     Ingredient(
         "small or falling weight of the embedding's own loss",
@@ -144,6 +152,18 @@ INGREDIENTS = (
         "`heads.lr_scale = 30`",
         "vgg16_gates/open_rate30",
         "vgg16_gates/open",
+    ),
+    Ingredient(
+        "the same from a trained start, next to gates that stay as they start",
+        "`heads.lr_scale = 30` instead of 0",
+        "cifar100_best/best",
+        "cifar100_best/best_still",
+    ),
+    Ingredient(
+        "the same for resnet56",
+        "`heads.lr_scale = 30` instead of 0",
+        "cifar100_best/resnet56_best",
+        "cifar100_best/resnet56_still",
     ),
     Ingredient(
         "the same, much faster, under a budget",
@@ -195,7 +215,7 @@ INGREDIENTS = (
     Ingredient(
         "learn from the outputs of trained networks, one or several",
         "`train.teacher`, `loss.distillation`, `loss.distillation_temperature`",
-        "cifar100_best/smoothed_thin",
+        "cifar100_best/thin_taught",
         "cifar100_best/thin",
     ),
     Ingredient(
@@ -233,19 +253,24 @@ EFFECTS = {
             "vgg16_first_recipe/dense",
         ),
         Effect(
-            "a teacher trained with label smoothing, for a thin network",
-            "cifar100_best/smoothed_thin",
+            "four teachers without label smoothing, for a thin network",
+            "cifar100_best/thin_taught",
             "cifar100_best/thin",
         ),
         Effect(
-            "gates, next to a thin network with that teacher",
-            "cifar100_best/smoothed",
-            "cifar100_best/smoothed_thin",
+            "and a trained start, its strongest channels kept for good",
+            "cifar100_best/best_still",
+            "cifar100_best/thin_taught",
         ),
         Effect(
-            "instead: four teachers without smoothing, and a trained start",
+            "and gates that learn: vgg16",
             "cifar100_best/best",
-            "cifar100_best/smoothed",
+            "cifar100_best/best_still",
+        ),
+        Effect(
+            "and gates that learn: resnet56",
+            "cifar100_best/resnet56_best",
+            "cifar100_best/resnet56_still",
         ),
         Effect(
             "a codebook of 16 routes, with eight more epochs",
@@ -253,9 +278,24 @@ EFFECTS = {
             "cifar100_best/best",
         ),
         Effect(
+            "to compare: teachers and start, for the dense twin",
+            "cifar100_best/dense_started",
+            "cifar100_best/dense",
+        ),
+        Effect(
             "to compare: twice the epochs, for the dense twin",
             "cifar100_best/dense_long",
             "cifar100_best/dense",
+        ),
+        Effect(
+            "the recipe before: a teacher trained with label smoothing, for a thin network",
+            "cifar100_best/smoothed_thin",
+            "cifar100_best/thin",
+        ),
+        Effect(
+            "the recipe before: gates, next to a thin network with that teacher",
+            "cifar100_best/smoothed",
+            "cifar100_best/smoothed_thin",
         ),
     ),
     "held-out images": (
@@ -278,6 +318,21 @@ EFFECTS = {
         Effect(
             "not taken: images mixed in pairs",
             "vgg16_started_select/started_mixup",
+            "vgg16_started_select/started",
+        ),
+        Effect(
+            "not taken: free mixture weights instead of class probabilities",
+            "vgg16_started_select/started_latent",
+            "vgg16_started_select/started",
+        ),
+        Effect(
+            "not taken: gates at the base network's learning rate",
+            "vgg16_started_select/started_rate1",
+            "vgg16_started_select/started",
+        ),
+        Effect(
+            "to compare: gates that stay as they start",
+            "vgg16_started_select/started_still",
             "vgg16_started_select/started",
         ),
         Effect(
@@ -348,6 +403,25 @@ def targets_table() -> str:
     return markdown_table(header, [target.row(seeds) for target in targets])
 
 
+def collapse_table() -> str:
+    """How the literal recipe goes with a lambda that is too large."""
+    result = read_result("vgg16_literal_strong")
+    rows = [
+        (
+            epoch["epoch"],
+            f"{epoch['train_accuracy']:.2%}",
+            f"{epoch['gate_l1']:.0f}",
+            f"{epoch['embedding_loss']:.2f}",
+            f"{epoch['accuracy']:.2%}" if "accuracy" in epoch else "",
+            f"{epoch['macs_share']:.1%}" if "macs_share" in epoch else "",
+        )
+        for epoch in result["values"]
+    ]
+    header = ["epoch", "training accuracy", "sum of an image's gates", "embedding's own loss"]
+    header += ["accuracy (test)", "of dense MACs"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
 def curve_table(results: dict[str, str]) -> str:
     """Accuracy and cost of checkpoints, their small gates closed more and more."""
     found = [read_result(name) for name in results.values()]
@@ -361,6 +435,45 @@ def curve_table(results: dict[str, str]) -> str:
     header = ["gates closed below"]
     header += [f"{run}: {what}" for run in results for what in ("of dense MACs", "accuracy")]
     return f"{markdown_table(header, rows)}\n\n{origin(*found)}"
+
+
+def cut_table() -> str:
+    """One checkpoint, cut to several costs."""
+    result = read_result("vgg16_cut_best_many")
+    rows = [
+        (
+            f"`--macs {cut['asked']}`",
+            f"{format_macs(cut['macs'])} ({cut['macs_share']:.1%})",
+            f"{cut['accuracy']:.2%}",
+            f"{cut['sparse_accuracy']:.2%}",
+        )
+        for cut in result["values"]
+    ]
+    header = ["best_many, cut", "MACs", "accuracy", "in the sparse engine"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
+def cost_curves() -> dict[str, list[dict[str, Any]]]:
+    """Accuracy against cost: checkpoints that are cut, and models trained for each cost."""
+    rows = _sweep_rows("cifar100_best")
+
+    def trained(*runs: str) -> list[dict[str, Any]]:
+        dense = rows["dense"]["macs"]
+        return [
+            {"macs_share": rows[r]["macs"] / dense, "accuracy": rows[r]["accuracy"]} for r in runs
+        ]
+
+    def cut(run: str) -> list[dict[str, Any]]:
+        points = read_result(f"vgg16_curve_{run}_refitted")["values"]
+        return [point for point in points if point["accuracy"] >= LEAST_ACCURACY]
+
+    return {
+        "gated, a model for each cost": trained("best_40", "best", "best_70"),
+        "thin and dense, with the same teachers": trained("thin_taught", "dense_started"),
+        "thin and dense": trained("thin", "dense"),
+        "one checkpoint, trained for many costs": cut("best_many"),
+        "one checkpoint, trained for one": cut("best"),
+    }
 
 
 @functools.cache  # most tables read the same few sweeps

@@ -1,16 +1,21 @@
-"""Fills the generated parts of the documents: tables from the code and from results/*.json.
+"""Fills the generated parts of the documents: tables from the code and from results/*.json, a plot.
 
 A generated part stands between `<!-- NAME -->` and `<!-- /NAME -->`. Run by `make docs`; a test
 fails while a part is out of date.
 """
 
+import io
 import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import matplotlib
 from recipe_tables import (
+    collapse_table,
+    cost_curves,
     curve_table,
+    cut_table,
     effects_table,
     headline_table,
     ingredients_table,
@@ -19,6 +24,7 @@ from recipe_tables import (
 )
 from result_files import ROOT, origin, read_result
 
+from deepmoe.analysis.plots import cost_curve_plot
 from deepmoe.costs import format_macs, zoo_costs
 from deepmoe.results import markdown_table
 
@@ -243,7 +249,14 @@ PARTS: dict[str, Callable[[], str]] = {
     "vgg16-select": partial(sweep_table, "vgg16_select"),
     "vgg16-started-select": partial(sweep_table, "vgg16_started_select"),
     "vgg16-literal": partial(sweep_table, "vgg16_literal"),
-    "curve-best": partial(curve_table, {"best": "vgg16_curve_best"}),
+    "vgg16-literal-strong": collapse_table,
+    "curve-refitted": partial(
+        curve_table, {run: f"vgg16_curve_{run}_refitted" for run in ("best", "best_many")}
+    ),
+    "curve-plain": partial(
+        curve_table, {run: f"vgg16_curve_{run}" for run in ("best", "best_many")}
+    ),
+    "cut-best-many": cut_table,
     "curve-small": partial(
         curve_table,
         {run: f"small_curve_{run}" for run in ("split_three", "many_costs", "many_costs_whole")},
@@ -256,6 +269,8 @@ DOCUMENTS = [
     *(ROOT / "docs" / f"{n}.md" for n in ("results", "sparse-engine", "recipe")),
 ]
 
+COSTS = ROOT / "docs" / "costs.svg"
+
 
 def filled(text: str) -> str:
     """The text with every generated part brought up to date."""
@@ -267,6 +282,23 @@ def filled(text: str) -> str:
     return text
 
 
+def costs_as_svg() -> str:
+    """The plot of docs/recipe.md, its points written out in the description."""
+    curves = cost_curves()
+    points = {
+        name: ", ".join(f"{p['accuracy']:.2%} at {p['macs_share']:.1%}" for p in curve)
+        for name, curve in curves.items()
+    }
+    description = "; ".join(f"{name}: {listed}" for name, listed in points.items())
+    # The same file from the same points, and text that can be searched.
+    with matplotlib.rc_context({"svg.hashsalt": "deepmoe", "svg.fonttype": "none"}):
+        buffer = io.StringIO()
+        metadata = {"Date": None, "Creator": None, "Description": description}
+        cost_curve_plot(curves).savefig(buffer, format="svg", metadata=metadata)
+    return buffer.getvalue()
+
+
 if __name__ == "__main__":
     for document in DOCUMENTS:
         document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
+    COSTS.write_text(costs_as_svg(), encoding="utf-8")

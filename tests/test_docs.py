@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 sys.path.insert(0, str(ROOT / "docs"))
+from update_tables import COSTS, PARTS, costs_as_svg, filled  # noqa: E402
 from update_tables import DOCUMENTS as GENERATED  # noqa: E402
-from update_tables import PARTS, filled  # noqa: E402
 
 
 def test_generated_tables_are_up_to_date() -> None:
@@ -24,6 +24,12 @@ def test_generated_tables_are_up_to_date() -> None:
     assert filled("<!-- models -->\n<!-- /models -->") == filled(
         "<!-- models -->\nold\n<!-- /models -->"
     )
+
+
+def test_the_plot_is_up_to_date() -> None:
+    described = re.compile("<dc:description>(.+)</dc:description>")
+    committed, now = (described.search(svg)[1] for svg in (COSTS.read_text(), costs_as_svg()))
+    assert "%" in now and committed == now, "run `make docs`"
 
 
 def test_make_docs_brings_a_table_up_to_date(tmp_path: Path) -> None:
