@@ -1,4 +1,4 @@
-"""The tables of docs/recipe.md: what sweeps measured, and what follows from that."""
+"""The tables of recipe.md and experiments.md: what sweeps measured, and what follows from that."""
 
 import functools
 import json

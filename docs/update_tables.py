@@ -266,7 +266,7 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 DOCUMENTS = [
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{n}.md" for n in ("results", "sparse-engine", "recipe")),
+    *(ROOT / "docs" / f"{n}.md" for n in ("results", "sparse-engine", "recipe", "experiments")),
 ]
 
 COSTS = ROOT / "docs" / "costs.svg"
