@@ -10,6 +10,8 @@ from deepmoe.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from deepmoe.training.trainer import Result
+
 set_option = click.option(
     "--set",
     "overrides",
@@ -68,3 +70,16 @@ def print_table(header: "Sequence[str]", rows: "Iterable[Sequence[str]]") -> Non
     console = Console()
     # A log has no edge to keep to.
     console.print(table, highlight=False, width=None if console.is_terminal else 200)
+
+
+def print_evaluation(result: "Result") -> None:
+    """Prints how good a model is, and what it costs."""
+    from deepmoe.costs import format_macs
+
+    rows = [
+        ("images", f"{result.images:,}"),
+        (result.measure, f"{result.accuracy:.2%}"),
+        ("mean MACs", f"{format_macs(result.macs)} ({result.macs_share:.1%} of dense)"),
+        ("active channels", f"{result.active:.1%}"),
+    ]
+    print_table(("", ""), rows)

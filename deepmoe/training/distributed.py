@@ -1,5 +1,6 @@
 """Several devices: which process this is, and batch norm over all of them."""
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -35,6 +36,8 @@ def make_fabric(train: TrainConfig, *, devices: int = 1, nodes: int = 1) -> Fabr
     if precision == "auto":
         precision = "bf16-mixed" if device == "cuda" else "32-true"
     strategy = "ddp" if devices * nodes > 1 else "auto"
+    # Fabric tells of its precision and of the GPU's units each time, in between our own lines.
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     fabric = Fabric(
         accelerator=device,
         devices=devices,

@@ -42,19 +42,23 @@ def test_small_gates_are_closed_and_others_left_as_they_are() -> None:
 
 
 def test_cost_falls_as_the_threshold_rises(tmp_path: Path) -> None:
-    result = fit(tiny_config(), tmp_path / "run", quiet=True)
+    result = fit(tiny_config("train.seed=3"), tmp_path / "run", quiet=True)
     points = cost_curve(result.model, result.data.evaluation, [0.0, 0.5, 1.0, 1e6])
     macs = [p.result.macs for p in points]
     assert macs == sorted(macs, reverse=True) and macs[0] > macs[1] > macs[-1]
     assert points[0].result == result.evaluation  # nothing closed: the model itself
     assert points[-1].result.active == 0
-    plot, arguments = tmp_path / "curve.png", ["curve", str(result.checkpoint)]
-    arguments += ["--thresholds", "0,1", "--json", "--plot", str(plot)]
+    plot, saved = tmp_path / "curve.png", tmp_path / "curve.json"
+    arguments = ["curve", str(result.checkpoint), "--thresholds", "0,1", "--json"]
+    arguments += ["--plot", str(plot), "--save", str(saved)]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0 and plot.stat().st_size > 0
     printed = json.loads(done.output)
     assert [p["threshold"] for p in printed] == [0, 1]
     assert printed[1]["macs"] == pytest.approx(macs[2])
+    written = json.loads(saved.read_text())
+    assert written["values"] == printed and written["seed"] == 3
+    assert written["command"] == "deepmoe curve last.safetensors --thresholds 0,1"
 
 
 def test_norms_are_measured_anew_with_closed_gates(tmp_path: Path) -> None:

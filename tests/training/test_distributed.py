@@ -1,5 +1,6 @@
 """Two processes train as one does with the same global batch."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from deepmoe.errors import UserError
 from deepmoe.training import fit
+from deepmoe.training.distributed import make_fabric
 from deepmoe.training.log import read_metrics
 
 # In double precision: in single, rounding grows to a visible difference within a few epochs.
@@ -87,3 +89,10 @@ def test_processes_and_devices_must_agree(tmp_path, monkeypatch) -> None:
 def test_devices_must_be_there(tmp_path) -> None:
     with pytest.raises(UserError, match="at least 1"):
         fit(tiny_config(), tmp_path, devices=0)
+
+
+def test_fabric_does_not_talk_in_between() -> None:
+    logger = logging.getLogger("lightning_fabric.utilities.rank_zero")
+    logging.getLogger("lightning_fabric").setLevel(logging.INFO)  # as it sets itself
+    make_fabric(tiny_config("train.precision=bf16-mixed").train)
+    assert not logger.isEnabledFor(logging.INFO) and logger.isEnabledFor(logging.WARNING)
