@@ -2,6 +2,7 @@
 
 import functools
 import json
+import tomllib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ LEAST_ACCURACY = 0.6  # in the plot of costs: nobody would take what lies below
 
 def sweep_table(name: str) -> str:
     """Mean and deviation of each run of a sweep, as far as it is done."""
+    done = _sweep_rows(name)
     rows = [
         (
             row["run"],
@@ -25,336 +27,61 @@ def sweep_table(name: str) -> str:
             _percent(row, "train_accuracy"),
             format_macs(row["macs"]) if "macs" in row else "",
         )
-        for row in _sweep_rows(name).values()
+        for row in done.values()
     ]
-    paths = sorted((ROOT / "results" / name).glob("*.json"))
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-    evaluated_on = results[0]["values"]["last"]["evaluated_on"]
+    results = _sweep_results(name)
+    (evaluated_on,) = {_evaluated_on(result) for result in results}
     header = ["run", "seeds", f"accuracy ({evaluated_on})", "loss", "training accuracy", "MACs"]
     return f"{markdown_table(header, rows)}\n\n{origin(*results)}"
 
 
-HEADLINE = {
-    "vgg16, dense": "dense",
-    "vgg16, dense, with the start and the teachers of the gated": "dense_started",
-    "vgg16, thin: dense with the MACs of the gated": "thin",
-    "vgg16, thin, with the teachers of the gated": "thin_taught",
-    "vgg16, gated, but gates left as they start: a fixed choice of channels": "best_still",
-    "vgg16, gated": "best",
-    "vgg16, gated, 16 routes": "best_codes",
-    "vgg16 W13-All, dense": "w13_dense",
-    "vgg16 W13-All, gated": "w13_best",
-    "resnet56, dense": "resnet56_dense",
-    "resnet56 wide 2, gated, but gates left as they start": "resnet56_still",
-    "resnet56 wide 2, gated": "resnet56_best",
-}
-
-
 def headline_table() -> str:
     """The best recipes next to networks without gates."""
-    rows = _sweep_rows("cifar100_best")
+    rows = [(entry["network"], _row(entry["run"])) for entry in _comparisons()["headline"]]
     return markdown_table(
         ["network", "accuracy", "MACs", "seeds"],
         [
-            (
-                name,
-                _percent(rows[run], "accuracy"),
-                format_macs(rows[run]["macs"]),
-                rows[run]["seeds"],
-            )
-            for name, run in HEADLINE.items()
+            (network, _percent(row, "accuracy"), format_macs(row["macs"]), row["seeds"])
+            for network, row in rows
         ],
     )
 
 
-class Effect(NamedTuple):
-    """What a part of a recipe is worth: two runs, as SWEEP/RUN, that differ in it."""
-
-    part: str
-    with_it: str
-    without: str
-
-    def row(self) -> tuple[str, ...]:
-        """Of the table."""
-        return self.part, *_difference(self.with_it, self.without)
-
-
-class Ingredient(NamedTuple):
-    """A setting that may make a recipe better, and what it was worth where that was measured."""
-
-    what: str
-    setting: str
-    with_it: str = ""
-    without: str = ""
-
-    def row(self) -> tuple[str, ...]:
-        """Of the table."""
-        measured = _difference(self.with_it, self.without) if self.with_it else ("", "")
-        return self.what, self.setting, *measured
-
-
-def _difference(with_it: str, without: str) -> tuple[str, str]:
-    """Points of accuracy between two runs, and their names."""
-    accuracies, names = [], []
-    for name in (with_it, without):
-        sweep, _, run = name.partition("/")
-        row = _sweep_rows(sweep)[run]
-        accuracies.append(100 * row["accuracy"])
-        names.append(f"{run} ({row['seeds']})")
-    return f"{accuracies[0] - accuracies[1]:+.2f}", " against ".join(names)
-
-
-INGREDIENTS = (
-    Ingredient(
-        "no gate that reaches the classifier directly",
-        "`model.gate_last = false`",
-        "vgg16_taught/split",
-        "vgg16_taught/split_last",
-    ),
-    Ingredient(
-        "free mixture weights instead of class probabilities",
-        '`embedding.form = "latent"`, `embedding.dim`',
-        "vgg16_started_select/started_latent",
-        "vgg16_started_select/started",
-    ),
-    Ingredient(
-        "small or falling weight of the embedding's own loss",
-        "`loss.embedding`, a number or points over epochs",
-        "vgg16_gates/mu01",
-        "vgg16_gates/rate10",
-    ),
-    Ingredient(
-        "random softmax temperature",
-        "`embedding.temperature`",
-        "vgg16_gates/temperature",
-        "vgg16_gates/rate10",
-    ),
-    Ingredient(
-        "an embedding that learns from its own loss alone",
-        "`embedding.task_gradient = false`",
-        "vgg16_select/split_apart",
-        "vgg16_select/split",
-    ),
-    Ingredient(
-        "gates that start apart, for each class",
-        '`heads.init = "normal(1, 0.3)"`',
-        "vgg16_gates/normal",
-        "vgg16_gates/rate10",
-    ),
-    Ingredient(
-        "gates that start alike for all images, some of them closed for good",
-        '`heads.init = "split(0.7)"` instead of `"channels(1, 0.3)"` and a budget',
-        "vgg16_select/split",
-        "vgg16_select/channels",
-    ),
-    Ingredient(
-        "gates that learn faster than the rest, all open",
-        "`heads.lr_scale = 30`",
-        "vgg16_gates/open_rate30",
-        "vgg16_gates/open",
-    ),
-    Ingredient(
-        "the same from a trained start, next to gates that stay as they start",
-        "`heads.lr_scale = 30` instead of 0",
-        "cifar100_best/best",
-        "cifar100_best/best_still",
-    ),
-    Ingredient(
-        "the same for resnet56",
-        "`heads.lr_scale = 30` instead of 0",
-        "cifar100_best/resnet56_best",
-        "cifar100_best/resnet56_still",
-    ),
-    Ingredient(
-        "the same, much faster, under a budget",
-        "`heads.lr_scale = 100`",
-        "vgg16_gates/rate100",
-        "vgg16_gates/rate10",
-    ),
-    Ingredient("sparse pressure by hand, after a warm-up", "`loss.sparsity`, points over epochs"),
-    Ingredient("a budget of MACs instead", "`train.target_macs`"),
-    Ingredient(
-        "a budget that is met early",
-        "`train.budget_ramp = [0, 0.25]`",
-        "vgg16_gates/early",
-        "vgg16_gates/rate10",
-    ),
-    Ingredient(
-        "more pressure where a channel costs more",
-        "`train.budget_by_cost`",
-        "vgg16_gates/by_cost",
-        "vgg16_gates/rate10",
-    ),
-    Ingredient(
-        "channels that a budget leaves to each layer",
-        "`train.channel_floor = 0.6`",
-        "vgg16_gates/floor",
-        "vgg16_gates/rate10",
-    ),
-    Ingredient("a gradient for closed gates", "`heads.revive`"),
-    Ingredient("grouped experts: several channels a gate", "`heads.group`"),
-    Ingredient(
-        "one cycle of the learning rate over both stages",
-        '`train.schedule = "long-cycle"`',
-        "cifar100_best/dense",
-        "vgg16_first_recipe/dense",
-    ),
-    Ingredient(
-        "longer and warmer second stage",
-        "`train.finetune_epochs = 10`, `train.finetune_lr = 0.03`",
-        "vgg16_gates/second_stage_warm",
-        "vgg16_gates/rate10",
-    ),
-    Ingredient(
-        "start from a trained network and its gates; "
-        "if it has none, with the largest gates at its strongest channels",
-        '`train.start = "runs/dense/last.safetensors"`',
-        "vgg16_started_select/started",
-        "vgg16_started_select/from_scratch",
-    ),
-    Ingredient(
-        "learn from the outputs of trained networks, one or several",
-        "`train.teacher`, `loss.distillation`, `loss.distillation_temperature`",
-        "cifar100_best/thin_taught",
-        "cifar100_best/thin",
-    ),
-    Ingredient(
-        "images mixed in pairs",
-        "`data.mixup`",
-        "vgg16_started_select/started_mixup",
-        "vgg16_started_select/started",
-    ),
-    Ingredient(
-        "small gates closed at random, so that one checkpoint serves many costs",
-        '`train.random_threshold`, with gates that start apart: `heads.init = "split(0.72, 0.3)"`',
-        "small_by_heart/many_costs",
-        "small_by_heart/split_three",
-    ),
-    Ingredient(
-        "a codebook of routes, with eight more epochs",
-        "`train.codes`",
-        "cifar100_best/best_codes",
-        "cifar100_best/best",
-    ),
-)
+def parts_table() -> str:
+    """What each part of the best recipe is worth."""
+    header = ["part", "points", "on", "runs (and seeds)"]
+    return markdown_table(header, [(p["what"], *_measured(p)) for p in _comparisons()["parts"]])
 
 
 def ingredients_table() -> str:
-    """What a recipe can be made of."""
-    header = ["ingredient", "setting", "points", "runs (and seeds)"]
-    return markdown_table(header, [ingredient.row() for ingredient in INGREDIENTS])
+    """What a recipe can be made of, and what it was worth where that was measured."""
+    header = ["ingredient", "setting", "points", "on", "runs (and seeds)"]
+    rows = [(i["what"], i["setting"], *_measured(i)) for i in _comparisons()["ingredients"]]
+    return markdown_table(header, rows)
 
 
-EFFECTS = {
-    "the test set": (
-        Effect(
-            "one long cycle instead of two, 38 epochs either way",
-            "cifar100_best/dense",
-            "vgg16_first_recipe/dense",
-        ),
-        Effect(
-            "four teachers without label smoothing, for a thin network",
-            "cifar100_best/thin_taught",
-            "cifar100_best/thin",
-        ),
-        Effect(
-            "and a trained start, its strongest channels kept for good",
-            "cifar100_best/best_still",
-            "cifar100_best/thin_taught",
-        ),
-        Effect(
-            "and gates that learn: vgg16",
-            "cifar100_best/best",
-            "cifar100_best/best_still",
-        ),
-        Effect(
-            "and gates that learn: resnet56",
-            "cifar100_best/resnet56_best",
-            "cifar100_best/resnet56_still",
-        ),
-        Effect(
-            "a codebook of 16 routes, with eight more epochs",
-            "cifar100_best/best_codes",
-            "cifar100_best/best",
-        ),
-        Effect(
-            "to compare: teachers and start, for the dense twin",
-            "cifar100_best/dense_started",
-            "cifar100_best/dense",
-        ),
-        Effect(
-            "to compare: twice the epochs, for the dense twin",
-            "cifar100_best/dense_long",
-            "cifar100_best/dense",
-        ),
-        Effect(
-            "the recipe before: a teacher trained with label smoothing, for a thin network",
-            "cifar100_best/smoothed_thin",
-            "cifar100_best/thin",
-        ),
-        Effect(
-            "the recipe before: gates, next to a thin network with that teacher",
-            "cifar100_best/smoothed",
-            "cifar100_best/smoothed_thin",
-        ),
-    ),
-    "held-out images": (
-        Effect(
-            "three teachers without smoothing instead of one with it, none for the student, "
-            "and a share of 0.9 instead of 0.7",
-            "vgg16_started_select/from_scratch",
-            "vgg16_select/split",
-        ),
-        Effect(
-            "and to start from the trained twin",
-            "vgg16_started_select/started",
-            "vgg16_started_select/from_scratch",
-        ),
-        Effect(
-            "and W13-All among the teachers",
-            "vgg16_started_select/started_and_w13_teacher",
-            "vgg16_started_select/started",
-        ),
-        Effect(
-            "not taken: images mixed in pairs",
-            "vgg16_started_select/started_mixup",
-            "vgg16_started_select/started",
-        ),
-        Effect(
-            "not taken: free mixture weights instead of class probabilities",
-            "vgg16_started_select/started_latent",
-            "vgg16_started_select/started",
-        ),
-        Effect(
-            "not taken: gates at the base network's learning rate",
-            "vgg16_started_select/started_rate1",
-            "vgg16_started_select/started",
-        ),
-        Effect(
-            "to compare: gates that stay as they start",
-            "vgg16_started_select/started_still",
-            "vgg16_started_select/started",
-        ),
-        Effect(
-            "not taken: images that choose channels, under a budget",
-            "vgg16_started_select/started_channels",
-            "vgg16_started_select/started",
-        ),
-    ),
-}
-
-
-def effects_table() -> str:
-    """What each part of the best recipe is worth."""
-    rows = [(on, *effect.row()) for on, effects in EFFECTS.items() for effect in effects]
-    return markdown_table(["on", "part", "points", "runs (and seeds)"], rows)
+def _measured(pair: dict[str, str]) -> tuple[str, str, str]:
+    """Points of accuracy between two runs, where that was measured, and the runs' names."""
+    if "with" not in pair:
+        return "", "", ""
+    names = [pair["with"], pair["without"]]
+    sweeps = [name.split("/")[0] for name in names]
+    rows = [_row(name) for name in names]
+    if not all(row["seeds"] for row in rows):
+        return "", "", ""
+    points = 100 * (rows[0]["accuracy"] - rows[1]["accuracy"])
+    on = {_evaluated_on(result) for sweep in sweeps for result in _sweep_results(sweep)}
+    if sweeps[0] == sweeps[1]:
+        names = [name.split("/")[1] for name in names]
+    listed = [f"{name} ({row['seeds']})" for name, row in zip(names, rows, strict=True)]
+    return f"{points:+.2f}", ", ".join(sorted(on)), " against ".join(listed)
 
 
 class Target(NamedTuple):
-    """What is asked for, and what is reached."""
+    """What is asked for, and what is reached by which runs."""
 
     what: str
-    runs: tuple[str, ...]  # that the figure is made of
+    runs: tuple[str, ...]
     reached: float
     bound: float
     at_most: bool = False
@@ -373,30 +100,27 @@ def targets_table() -> str:
     rows = _sweep_rows("cifar100_best")
     accuracy = {run: 100 * row["accuracy"] for run, row in rows.items()}
     macs = {run: row["macs"] for run, row in rows.items()}
+    percent = "{:.2f} %".format
 
-    def gain(run: str, over: str) -> tuple[tuple[str, ...], float]:
-        return (run, over), accuracy[run] - accuracy[over]
+    def cost(what: str, run: str, bound: float, *others: str) -> Target:
+        return Target(what, (run, *others), macs[run], bound, at_most=True, written=format_macs)
 
-    best, w13, resnet, resnet_dense = "best", "w13_best", "resnet56_best", "resnet56_dense"
-    percent, share = "{:.2f} %".format, 100 * macs[best] / macs["dense"]
+    def gain(what: str, run: str, over: str, bound: float) -> Target:
+        return Target(what, (run, over), accuracy[run] - accuracy[over], bound)
+
+    share = 100 * macs["best"] / macs["dense"]
+    error, lost = 100 - accuracy["resnet56_best"], accuracy["best"] - accuracy["best_codes"]
     targets = [
-        Target("vgg16: of the dense MACs", (best, "dense"), share, 55, True, percent),
-        Target("vgg16: above the dense twin", *gain(best, "dense"), 0),
-        Target("vgg16: above the thin network", *gain(best, "thin"), 1),
-        Target("W13-All: MACs", (w13,), macs[w13], 2.29e8, True, format_macs),
-        Target("W13-All: accuracy", (w13,), accuracy[w13], 73.4, written=percent),
-        Target("W13-All: above dense vgg16", *gain(w13, "dense"), 1.5),
-        Target(
-            "resnet56: MACs",
-            (resnet, resnet_dense),
-            macs[resnet],
-            macs[resnet_dense],
-            True,
-            format_macs,
-        ),
-        Target("resnet56: error", (resnet,), 100 - accuracy[resnet], 29.77, True, percent),
-        Target("resnet56: above the dense one", *gain(resnet, resnet_dense), 1.5),
-        Target("vgg16, 16 codes: lost by them", *gain(best, "best_codes"), 0.5, True),
+        Target("vgg16: of the dense MACs", ("best", "dense"), share, 55, True, percent),
+        gain("vgg16: above the dense twin", "best", "dense", 0),
+        gain("vgg16: above the thin network", "best", "thin", 1),
+        cost("W13-All: MACs", "w13_best", 2.29e8),
+        Target("W13-All: accuracy", ("w13_best",), accuracy["w13_best"], 73.4, written=percent),
+        gain("W13-All: above dense vgg16", "w13_best", "dense", 1.5),
+        cost("resnet56: MACs", "resnet56_best", macs["resnet56_dense"], "resnet56_dense"),
+        Target("resnet56: error", ("resnet56_best",), error, 29.77, True, percent),
+        gain("resnet56: above the dense one", "resnet56_best", "resnet56_dense", 1.5),
+        Target("vgg16, 16 codes: lost by them", ("best", "best_codes"), lost, 0.5, True),
     ]
     seeds = {run: row["seeds"] for run, row in rows.items()}
     header = ["figure", "target", "reached", "met", "runs (and seeds)"]
@@ -455,25 +179,37 @@ def cut_table() -> str:
 
 def cost_curves() -> dict[str, list[dict[str, Any]]]:
     """Accuracy against cost: checkpoints that are cut, and models trained for each cost."""
-    rows = _sweep_rows("cifar100_best")
+    dense = _row("cifar100_best/dense")["macs"]
 
     def trained(*runs: str) -> list[dict[str, Any]]:
-        dense = rows["dense"]["macs"]
-        return [
-            {"macs_share": rows[r]["macs"] / dense, "accuracy": rows[r]["accuracy"]} for r in runs
-        ]
+        rows = [_row(run) for run in runs]
+        return [{"macs_share": r["macs"] / dense, "accuracy": r["accuracy"]} for r in rows]
+
+    def of_gates(*runs: str) -> list[dict[str, Any]]:
+        return trained(*(f"cifar100_gates/{run}" for run in runs))
 
     def cut(run: str) -> list[dict[str, Any]]:
         points = read_result(f"vgg16_curve_{run}_refitted")["values"]
         return [point for point in points if point["accuracy"] >= LEAST_ACCURACY]
 
     return {
-        "gated, a model for each cost": trained("best_40", "best", "best_70"),
-        "thin and dense, with the same teachers": trained("thin_taught", "dense_started"),
-        "thin and dense": trained("thin", "dense"),
+        "gated, a model for each cost": of_gates("best_40", "best", "best_70"),
+        "thin with teachers, dense with start too": of_gates("thin_taught", "dense_started"),
+        "thin and dense": trained("cifar100_best/thin", "cifar100_best/dense"),
         "one checkpoint, trained for many costs": cut("best_many"),
         "one checkpoint, trained for one": cut("best"),
     }
+
+
+@functools.cache
+def _comparisons() -> dict[str, list[dict[str, str]]]:
+    return tomllib.loads((ROOT / "docs" / "comparisons.toml").read_text(encoding="utf-8"))
+
+
+def _row(name: str) -> dict[str, Any]:
+    """The figures of a run, named SWEEP/RUN, over its seeds."""
+    sweep, _, run = name.partition("/")
+    return _sweep_rows(sweep)[run]
 
 
 @functools.cache  # most tables read the same few sweeps
@@ -481,6 +217,18 @@ def _sweep_rows(name: str) -> dict[str, dict[str, Any]]:
     """The figures of each run of a sweep, over its seeds."""
     grid = read_grid(ROOT / "sweeps" / f"{name}.toml")
     return {row["run"]: row for row in summary(grid, ROOT / "results" / name)}
+
+
+@functools.cache
+def _sweep_results(name: str) -> list[dict[str, Any]]:
+    paths = sorted((ROOT / "results" / name).glob("*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _evaluated_on(result: dict[str, Any]) -> str:
+    """Which images, and how many: so few that single points mean little, or not."""
+    last = result["values"]["last"]
+    return f"{last['evaluated_on']}, {last['images']:,} images"
 
 
 def _percent(row: dict[str, Any], key: str) -> str:

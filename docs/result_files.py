@@ -1,6 +1,7 @@
 """Results as the documents read them."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,17 @@ def read_result(name: str) -> dict[str, Any]:
 
 
 def origin(*results: dict[str, Any]) -> str:
-    """Where results of one command are from."""
-    one = results[0]
-    seeds, commits = (
-        ", ".join(sorted({str(result[key])[:7] for result in results}))
-        for key in ("seed", "commit")
-    )
+    """Where results are from."""
+
+    def all_of(figures: Iterable[str]) -> str:
+        return ", ".join(sorted(set(figures)))
+
     parts = [
-        one["hardware"],
-        f"torch {one['versions']['torch']}",
-        f"seed {seeds}",
-        f"commit {commits}",
-        *([f"`{one['command']}`"] if one["command"].startswith("deepmoe") else []),
-        *([one["note"]] if "note" in one else []),
+        all_of(result["hardware"] for result in results),
+        f"torch {all_of(result['versions']['torch'] for result in results)}",
+        f"seed {all_of(str(result['seed']) for result in results)}",
+        f"commit {all_of(result['commit'][:7] for result in results)}",
+        all_of(f"`{r['command']}`" for r in results if r["command"].startswith("deepmoe")),
+        all_of(result["note"] for result in results if "note" in result),
     ]
-    return f"({'; '.join(parts)})"
+    return f"({'; '.join(part for part in parts if part)})"

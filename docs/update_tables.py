@@ -16,9 +16,9 @@ from recipe_tables import (
     cost_curves,
     curve_table,
     cut_table,
-    effects_table,
     headline_table,
     ingredients_table,
+    parts_table,
     sweep_table,
     targets_table,
 )
@@ -221,7 +221,9 @@ def _milliseconds(values: dict[str, Any], key: str) -> str:
     return f"{values[f'{key}_ms']:.2f} ({low:.2f} to {high:.2f})"
 
 
+SWEEPS = sorted(path.stem for path in (ROOT / "sweeps").glob("*.toml"))
 PARTS: dict[str, Callable[[], str]] = {
+    **{name.replace("_", "-"): partial(sweep_table, name) for name in SWEEPS},
     "models": models_table,
     "quickstart": quickstart_table,
     "train-speed": train_speed_table,
@@ -233,22 +235,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "sparse-gpu": partial(sparse_table, "gpu"),
     "sparse-grid": partial(sparse_grid_table, "cpu"),
     "sparse-grid-gpu": partial(sparse_grid_table, "gpu"),
-    "vgg16-narrow-first": partial(sweep_table, "vgg16_narrow_first"),
-    "vgg16-gates": partial(sweep_table, "vgg16_gates"),
-    "vgg16-taught": partial(sweep_table, "vgg16_taught"),
-    "vgg16-teachers": partial(sweep_table, "vgg16_teachers"),
-    "vgg16-small": partial(sweep_table, "vgg16_small"),
-    "small-by-heart": partial(sweep_table, "small_by_heart"),
-    "resnet56-first": partial(sweep_table, "resnet56_first"),
-    "vgg16-first-recipe": partial(sweep_table, "vgg16_first_recipe"),
     "headline": headline_table,
-    "cifar100-best": partial(sweep_table, "cifar100_best"),
     "targets": targets_table,
-    "effects": effects_table,
+    "parts": parts_table,
     "ingredients": ingredients_table,
-    "vgg16-select": partial(sweep_table, "vgg16_select"),
-    "vgg16-started-select": partial(sweep_table, "vgg16_started_select"),
-    "vgg16-literal": partial(sweep_table, "vgg16_literal"),
     "vgg16-literal-strong": collapse_table,
     "curve-refitted": partial(
         curve_table, {run: f"vgg16_curve_{run}_refitted" for run in ("best", "best_many")}
@@ -274,12 +264,12 @@ COSTS = ROOT / "docs" / "costs.svg"
 
 def filled(text: str) -> str:
     """The text with every generated part brought up to date."""
-    for name, make in PARTS.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", flags=re.DOTALL)
-        if pattern.search(text):
-            content = make()
-            text = pattern.sub(lambda m, c=content: f"{m[1]}{c}\n{m[2]}", text)
-    return text
+    return re.sub(
+        r"(<!-- ([\w-]+) -->\n).*?(<!-- /\2 -->)",
+        lambda part: f"{part[1]}{PARTS[part[2]]()}\n{part[3]}",
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def costs_as_svg() -> str:

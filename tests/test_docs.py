@@ -43,12 +43,20 @@ def test_make_docs_brings_a_table_up_to_date(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == readme
 
 
+def anchors_of(document: Path) -> set[str]:
+    """What a link can name in a document, as GitHub writes its headings."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)", document.read_text())
-    for link in links:
+    for link in re.findall(r"\]\(([^)]+)\)", document.read_text()):
         if not link.startswith("http"):
-            assert (document.parent / link).exists(), link
+            name, _, anchor = link.partition("#")
+            target = document.parent / name if name else document
+            assert target.exists(), link
+            assert not anchor or anchor in anchors_of(target), link
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
