@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from deepmoe.cli import main
+from deepmoe.cli.common import print_table
 from deepmoe.config import load_config
 from deepmoe.registry import list_models
 from deepmoe.training.log import read_metrics
@@ -231,3 +232,11 @@ def test_the_module_runs_as_the_command_does() -> None:
     assert result.returncode == 2
     assert result.stderr.startswith("Error: no preset is named 'quikstart'")
     assert "Traceback" not in result.stderr
+
+
+def test_tables_are_not_wrapped_in_a_log(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "a_run_with_a_name_of_more_than_forty_letters"
+    print_table(("run", "accuracy"), [(name, "73.27 %")])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [name, "73.27", "%"] in lines

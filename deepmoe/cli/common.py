@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from deepmoe.training.trainer import Result
 
+LOG_WIDTH = 200  # a log has no edge to keep to
+
 set_option = click.option(
     "--set",
     "overrides",
@@ -68,8 +70,9 @@ def print_table(header: "Sequence[str]", rows: "Iterable[Sequence[str]]") -> Non
     for row in rows:
         table.add_row(*row)
     console = Console()
-    # A log has no edge to keep to.
-    console.print(table, highlight=False, width=None if console.is_terminal else 200)
+    if not console.is_terminal:
+        console = Console(width=LOG_WIDTH)
+    console.print(table, highlight=False)
 
 
 def print_evaluation(result: "Result") -> None:
