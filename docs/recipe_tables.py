@@ -54,21 +54,17 @@ def parts_table() -> str:
 
 
 def ingredients_table() -> str:
-    """What a recipe can be made of, and what it was worth where that was measured."""
+    """What a recipe can be made of, and what it was worth."""
     header = ["ingredient", "setting", "points", "on", "runs (and seeds)"]
     rows = [(i["what"], i["setting"], *_measured(i)) for i in _comparisons()["ingredients"]]
     return markdown_table(header, rows)
 
 
 def _measured(pair: dict[str, str]) -> tuple[str, str, str]:
-    """Points of accuracy between two runs, where that was measured, and the runs' names."""
-    if "with" not in pair:
-        return "", "", ""
+    """Points of accuracy between two runs, what they were evaluated on, and their names."""
     names = [pair["with"], pair["without"]]
     sweeps = [name.split("/")[0] for name in names]
     rows = [_row(name) for name in names]
-    if not all(row["seeds"] for row in rows):
-        return "", "", ""
     points = 100 * (rows[0]["accuracy"] - rows[1]["accuracy"])
     on = {_evaluated_on(result) for sweep in sweeps for result in _sweep_results(sweep)}
     if sweeps[0] == sweeps[1]:
