@@ -102,6 +102,24 @@ seeds = [7]
     assert grid.runs[-1].needs == ["dense-seed1", "teacher-seed7"]
 
 
+def test_a_run_can_be_named_with_its_seed(tmp_path: Path) -> None:
+    text = """
+preset = "quickstart"
+seeds = [0, 1]
+[runs.dense]
+[runs.student]
+"train.start" = "run:dense"
+"train.teacher" = ["run:dense-seed1", "runs:dense"]
+"loss.distillation" = 0.5
+"""
+    student = read_grid(write(tmp_path, text)).runs[2]
+    assert student.needs == ["dense-seed0", "dense-seed1", "dense-seed0", "dense-seed1"]
+    labelled = read_grid(write(tmp_path, text + "[grid]\n'train.lr' = [0.1]\n")).runs[2]
+    assert labelled.needs[:2] == ["dense-lr=0.1-seed0", "dense-lr=0.1-seed1"]
+    with pytest.raises(UserError, match="seed0 needs dense-seed0, dense-seed2"):
+        read_grid(write(tmp_path, text.replace("run:dense-seed1", "run:dense-seed2")))
+
+
 def test_runs_of_all_seeds_teach_together(tmp_path: Path) -> None:
     text = """
 preset = "quickstart"
@@ -145,6 +163,7 @@ seeds = [3, 4]
         ("preset = 'quickstart'\nseeds = [0, 0]", "two runs"),
         ("preset = 'quickstart'\n[grid]\n'train.lr' = []", "one value"),
         ("preset = 'quickstart'\n[runs.a]\nseeds = []", "one seed"),
+        ("preset = 'quickstart'\n[runs.a-seed1]", "end in its seed"),
         ("preset = 'quickstart'\n[runs.a]\nseeds = 3", "list of whole numbers"),
         ("preset = 'quickstart'\n[grid]\n'train.seed' = [1, 2]", "at the top"),
         ("preset = 'quickstart'\n[settings]\ntrain.lr = 0.1", "quotes"),

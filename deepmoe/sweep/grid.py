@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import string
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from deepmoe.config import RunConfig, apply_overrides, load_config, read_toml
 from deepmoe.errors import UserError
 from deepmoe.structure import Paths, structured
 
-ANOTHER_RUN = "run:"  # "run:dense" as a checkpoint: that of dense, of the same or its only seed
+# "run:dense" as a checkpoint: that of dense, of the same or its only seed; or "run:dense-seed0"
+ANOTHER_RUN = "run:"
 ALL_SEEDS = "runs:"  # "runs:dense" as teachers: dense of all its seeds
+SEED = re.compile(r"-seed\d+$")  # as run_name() writes it
 NAME_CHARACTERS = set(string.ascii_letters + string.digits + "-_.=+")
 
 
@@ -147,17 +150,24 @@ def _overrides(settings: Mapping[str, Any]) -> list[str]:
 
 def _labelled(config: RunConfig, label: str) -> RunConfig:
     """Of other runs it takes those of the same combination."""
-    config = with_checkpoints(config, lambda group: ANOTHER_RUN + group + label)
+
+    def labelled(name: str) -> str:
+        seed = SEED.search(name)
+        return ANOTHER_RUN + SEED.sub("", name) + label + (seed.group() if seed else "")
+
+    config = with_checkpoints(config, labelled)
     return with_checkpoints(config, lambda group: ALL_SEEDS + group + label, ALL_SEEDS)
 
 
 def _with_seeded_needs(run: Run, runs: list[Run]) -> Run:
-    """It takes other runs of its own seed; of those that have only one seed, that one."""
+    """It takes other runs of the seed they are named with, of its own, or of their only one."""
 
     def seeds_of(group: str) -> list[int]:
         return [r.config.train.seed for r in runs if r.group == group]
 
     def seeded(group: str) -> str:
+        if SEED.search(group):
+            return ANOTHER_RUN + group
         seeds = seeds_of(group)
         seed = seeds[0] if len(seeds) == 1 else run.config.train.seed
         return ANOTHER_RUN + run_name(group, seed)
@@ -179,6 +189,9 @@ def _check_names(runs: list[Run]) -> None:
     odd = [name for name in names if not set(name) <= NAME_CHARACTERS]
     if odd:
         raise UserError(f"a run's name has letters, digits and -_.=+ only, not {odd[0]!r}")
+    seeded = [run.group for run in runs if SEED.search(run.group)]
+    if seeded:
+        raise UserError(f"a run's name does not end in its seed, as {seeded[0]} does")
 
 
 def _check_needs(runs: list[Run]) -> None:
