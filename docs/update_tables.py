@@ -241,12 +241,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "ingredients": ingredients_table,
     "vgg16-literal-strong": collapse_table,
     "curve-refitted": partial(
-        curve_table, {run: f"vgg16_curve_{run}_refitted" for run in ("best", "best_many")}
+        curve_table, {run: f"vgg16_curve_{run}_refitted" for run in ("four", "four_many")}
     ),
     "curve-plain": partial(
-        curve_table, {run: f"vgg16_curve_{run}" for run in ("best", "best_many")}
+        curve_table, {run: f"vgg16_curve_{run}" for run in ("four", "four_many")}
     ),
-    "cut-best-many": cut_table,
+    "cut-four-many": cut_table,
     "curve-small": partial(
         curve_table,
         {run: f"small_curve_{run}" for run in ("split_three", "many_costs", "many_costs_whole")},
