@@ -1,6 +1,7 @@
 """Run configuration: frozen dataclasses, TOML presets, dotted overrides. No torch here."""
 
 import dataclasses
+import itertools
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -274,6 +275,12 @@ def load_config(preset: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     return config_from_dict(_override(values, overrides))
 
 
+def preset_comment(preset: str | Path) -> str:
+    """What a preset's file says of itself in its first lines: what it is for, what comes before."""
+    lines = _preset_file(preset).read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+
+
 def apply_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
     """A configuration with `key.path=value` overrides applied."""
     return config_from_dict(_override(config_to_dict(config), overrides))
@@ -295,17 +302,19 @@ def config_to_toml(config: RunConfig) -> str:
 
 
 def _read_preset(preset: str | Path) -> dict[str, Any]:
+    return read_toml(_preset_file(preset), f"preset {preset}")
+
+
+def _preset_file(preset: str | Path) -> Any:
     if str(preset).endswith(".toml"):
-        path: Any = Path(preset)
-    else:
-        names = preset_names()
-        if str(preset) not in names:
-            raise UserError(
-                f"no preset is named {str(preset)!r}{suggest(str(preset), names)}; "
-                f"there are {', '.join(names)}, or give the path of a .toml file"
-            )
-        path = resources.files("deepmoe").joinpath("presets", f"{preset}.toml")
-    return read_toml(path, f"preset {preset}")
+        return Path(preset)
+    names = preset_names()
+    if str(preset) not in names:
+        raise UserError(
+            f"no preset is named {str(preset)!r}{suggest(str(preset), names)}; "
+            f"there are {', '.join(names)}, or give the path of a .toml file"
+        )
+    return resources.files("deepmoe").joinpath("presets", f"{preset}.toml")
 
 
 def read_toml(path: Any, what: str) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Files that are there whole, or not at all."""
+"""Files that are there whole, or not at all; folders that one process has to itself."""
 
 import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from deepmoe.errors import UserError
@@ -22,3 +24,32 @@ def write_atomically(path: Path, content: bytes) -> None:
             draft.unlink()
         kept = "; the file before it is whole" if path.exists() else ""
         raise UserError(f"cannot write {path}: {error.strerror}{kept}") from error
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Keeps other processes that ask for it out of a folder, until the end or this one's death.
+
+    Raises:
+        UserError: while another process has the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from error
+    if sys.platform == "win32":  # it has no locks of this kind
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{folder} is in use by another process") from error
+        except OSError:  # some network file systems have no locks
+            pass
+        yield
+    finally:
+        os.close(handle)

@@ -76,6 +76,8 @@ def _without_none(value: Any) -> Any:
 
 
 def _describe(error: BaseException, _kind: Any) -> str:
+    if isinstance(error, KeyError):
+        return "it is missing"
     return str(error) if isinstance(error, UserError) else f"invalid value ({error})"
 
 
@@ -137,6 +139,12 @@ def _structure_tuple(value: Any, kind: Any) -> Any:
     return tuple(_CONVERTER.structure(v, k) for v, k in zip(value, kinds, strict=True))
 
 
+def _structure_list(value: Any, kind: Any) -> Any:
+    if not isinstance(value, list):  # a text is no list of letters
+        raise UserError(f"expected a list, got {value!r}")
+    return [_CONVERTER.structure(v, get_args(kind)[0]) for v in value]
+
+
 def _register_optional(converter: cattrs.Converter, kind: Any, hook: Any) -> None:
     converter.register_structure_hook_func(
         lambda t: t == kind | None,
@@ -149,6 +157,7 @@ def _make_converter() -> cattrs.Converter:
     for kind, accepted in {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.items():
         converter.register_structure_hook(kind, _strict(kind, accepted))
     converter.register_structure_hook_func(lambda t: get_origin(t) is tuple, _structure_tuple)
+    converter.register_structure_hook_func(lambda t: get_origin(t) is list, _structure_list)
     converter.register_structure_hook_func(lambda t: get_origin(t) is Literal, _structure_literal)
     converter.register_structure_hook_func(lambda t: t == Schedule, _structure_schedule)
     _register_optional(converter, Widths, _structure_widths)

@@ -224,6 +224,9 @@ def test_config_prints_a_preset_that_loads(tmp_path) -> None:
     (tmp_path / "mine.toml").write_text(result.stdout)
     assert load_config(tmp_path / "mine.toml") == load_config("quickstart", ["train.lr=0.5"])
     assert "vgg16_cifar100" in deepmoe("config").stdout
+    assert (
+        "deepmoe train resnet56_cifar100_teacher" in deepmoe("config", "vgg16_cifar100_best").stdout
+    )
 
 
 def test_the_module_runs_as_the_command_does() -> None:

@@ -16,9 +16,12 @@ from click.testing import CliRunner
 from deepmoe.cli import main
 from deepmoe.config import apply_overrides, config_from_dict, load_config
 from deepmoe.errors import UserError
+from deepmoe.files import exclusive
 from deepmoe.sweep import Grid, Run, read_grid, result_path, summary, sweep
 from deepmoe.sweep.grid import with_checkpoints
 from deepmoe.training import load_checkpoint
+from deepmoe.training.checkpoint import CheckpointStore, save_checkpoint
+from deepmoe.training.state import TrainState
 
 TINY = """
 preset = "quickstart"
@@ -164,6 +167,10 @@ seeds = [3, 4]
         ("preset = 'quickstart'\n[grid]\n'train.lr' = []", "one value"),
         ("preset = 'quickstart'\n[runs.a]\nseeds = []", "one seed"),
         ("preset = 'quickstart'\n[runs.a-seed1]", "end in its seed"),
+        ("preset = 'quickstart'\n[runs.'']", "letters, digits"),
+        ("seeds = [1]", "preset: it is missing"),
+        ("preset = 'quickstart'\n[grid]\n'heads.init' = 'ones'", "heads.init.*expected a list"),
+        ("preset = 'quickstart'\n[settings]\n'train.lr' = 2024-01-01", "numbers, texts or lists"),
         ("preset = 'quickstart'\n[runs.a]\nseeds = 3", "list of whole numbers"),
         ("preset = 'quickstart'\n[grid]\n'train.seed' = [1, 2]", "at the top"),
         ("preset = 'quickstart'\n[settings]\ntrain.lr = 0.1", "quotes"),
@@ -224,6 +231,50 @@ def test_what_has_a_result_is_left_alone_and_rows_hold_means(swept, monkeypatch)
     assert [row["run"] for row in rows] == ["student", "dense", "broken"]
     assert [row["seeds"] for row in rows] == [1, 1, 0]
     assert 0 <= rows[0]["accuracy"] <= 1 and rows[0]["macs_share"] < 1
+    path = result_path(folder / "results", grid.runs[0])
+    assert rows[0]["seconds"] == json.loads(path.read_text())["values"]["seconds"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"values": {"run"', '{"values": {"config": "a ="}}']
+)
+def test_what_is_no_result_is_named(swept, tmp_path: Path, content: str) -> None:
+    path = result_path(tmp_path, swept[0].runs[0])
+    path.write_text(content)
+    with pytest.raises(UserError, match=f"{path} is not the result"):
+        sweep(swept[0], tmp_path / "runs", tmp_path, command="test")
+
+
+def test_a_result_goes_with_those_of_the_runs_it_needed(swept, tmp_path: Path) -> None:
+    grid, folder = swept
+    student, dense, _ = (result_path(folder / "results", run) for run in grid.runs)
+    (tmp_path / student.name).write_text(student.read_text())
+    with pytest.raises(UserError, match=f"{student.name} is of a dense-seed0 that is not the one"):
+        sweep(grid, folder / "runs", tmp_path, command="test")
+    result = json.loads(dense.read_text())
+    result["values"]["last"]["accuracy"] += 0.1
+    (tmp_path / dense.name).write_text(json.dumps(result))
+    with pytest.raises(UserError, match=f"{student.name} is of a dense-seed0 that is not the one"):
+        sweep(grid, folder / "runs", tmp_path, command="test")
+
+
+def test_a_run_goes_on_from_the_networks_it_was_begun_with(swept, tmp_path: Path) -> None:
+    grid, folder = swept
+    student = grid.runs[0]
+    other = Run("other", apply_overrides(grid.runs[1].config, ["train.lr=0.05"]))
+    changed = apply_overrides(student.config, ["train.teacher=run:other-seed0"])
+    with pytest.raises(UserError, match="student-seed0 was begun with another start or teacher"):
+        sweep(
+            Grid((*grid.runs[1:2], other, Run("student", changed)), 1),
+            folder / "runs",
+            tmp_path,
+            command="test",
+        )
+
+
+def test_two_sweeps_do_not_share_a_folder(swept, tmp_path: Path) -> None:
+    with exclusive(tmp_path), pytest.raises(UserError, match="in use by another process"):
+        sweep(swept[0], tmp_path, tmp_path / "results", command="test")
 
 
 def test_results_of_other_settings_are_refused(swept) -> None:
@@ -248,22 +299,66 @@ def test_a_run_whose_checkpoint_is_gone_is_trained_again_for_those_that_need_it(
     results.mkdir()
     path = result_path(folder / "results", grid.runs[1])
     (results / path.name).write_text(path.read_text())
-    assert not sweep(Grid(grid.runs[:2], 2), folder / "elsewhere", results, command="test")
+    grid = Grid(grid.runs[:2], 2)
+    assert not sweep(grid, folder / "elsewhere", results, command="test")
     assert started == ["dense-seed0"]  # it failed, so that the student was never started
+    # Nor is one that was stopped on its way a network to take.
+    last = CheckpointStore(folder / "elsewhere" / "dense-seed0", keep=0).last
+    trained = load_checkpoint(folder / "runs" / "dense-seed0" / last.name)
+    parts = (trained.model, trained.config, trained.info)
+    save_checkpoint(last, *parts, TrainState(epoch=0))
+    assert not sweep(grid, folder / "elsewhere", results, command="test")
+    assert started == ["dense-seed0"] * 2
+    save_checkpoint(last, *parts, trained.state)
+    assert not sweep(grid, folder / "elsewhere", results, command="test")
+    assert started[2:] == ["student-seed0"]
 
 
-def test_an_interrupted_sweep_lets_its_runs_save(tmp_path: Path) -> None:
+def test_a_run_trained_again_for_its_checkpoint_leaves_its_result_alone(
+    swept, monkeypatch, capsys
+) -> None:
+    grid, folder = swept
+    monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: subprocess.Popen(["true"]))
+    dense, results = grid.runs[1], folder / "results"
+    before = result_path(results, dense).read_bytes()
+    student = Run("new", grid.runs[0].config)
+    empty = folder / "runs" / "dense-seed0" / "last.safetensors"
+    moved = empty.rename(empty.with_name("moved"))
+    assert not sweep(Grid((dense, student), 1), folder / "runs", results, command="test")
+    moved.rename(empty)
+    assert result_path(results, dense).read_bytes() == before
+    assert "left as it was" in capsys.readouterr().err
+
+
+def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path, monkeypatch, capsys) -> None:
+    grid = read_grid(write(tmp_path, TINY.replace("[0, 1]", "[0]")))
+    kill = ["sh", "-c", "kill -9 $$"]
+    monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: subprocess.Popen(kill))
+    assert not sweep(grid, tmp_path / "runs", tmp_path / "results", command="test")
+    assert "killed by SIGKILL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGHUP])
+def test_an_interrupted_sweep_lets_its_runs_save(asked: signal.Signals, tmp_path: Path) -> None:
     text = TINY.replace("[0, 1]", "[0]").replace('"train.epochs" = 1', '"train.epochs" = 500')
     path = write(tmp_path, text)
     command = [sys.executable, "-m", "deepmoe", "sweep", str(path), "--out", str(tmp_path / "runs")]
     metrics = tmp_path / "runs" / "grid-seed0" / "metrics.jsonl"
     # In a session of its own, as a terminal has: a Ctrl-C reaches the whole of it.
-    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also under nohup
+    )
     while not (metrics.exists() and metrics.read_text()):
         assert process.poll() is None
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    if asked == signal.SIGINT:
+        os.killpg(process.pid, asked)
+    else:
+        process.send_signal(asked)
+    assert process.wait(timeout=60) == 128 + asked
     log = (metrics.parent / "log.txt").read_text()
     assert "is saved, and --resume goes on" in log
     assert load_checkpoint(metrics.parent / "last.safetensors").state.epoch >= 1
@@ -272,9 +367,18 @@ def test_an_interrupted_sweep_lets_its_runs_save(tmp_path: Path) -> None:
 def test_a_sweep_of_failures_ends_in_one_sentence(tmp_path: Path) -> None:
     text = TINY.replace("[0, 1]", "[0]") + '"train.loss_limit" = 1e-6\n'
     command = ["sweep", str(write(tmp_path, text)), "--out", str(tmp_path / "runs")]
-    done = CliRunner().invoke(main, [*command, "--results", str(tmp_path / "results")])
+    done = CliRunner().invoke(main, [*command, "--results", str(tmp_path / "results"), "--json"])
     assert done.exit_code == 2 and "have no result" in done.output
     assert "grid" in (tmp_path / "results" / "table.md").read_text()
+
+
+def test_settings_on_the_command_line_hold_for_all_runs(tmp_path: Path) -> None:
+    path = write(tmp_path, TINY + '[runs.a]\n[runs.b]\n"train.lr" = 0.5\n')
+    grid = read_grid(path, ["train.lr=0.01", "data.root=elsewhere"])
+    assert {run.config.train.lr for run in grid.runs} == {0.01}
+    assert {run.config.data.root for run in grid.runs} == {"elsewhere"}
+    done = CliRunner().invoke(main, ["sweep", str(path), "--set", "train.speed=1"])
+    assert done.exit_code == 2 and "train.speed" in done.output
 
 
 ROOT = Path(__file__).parents[1]

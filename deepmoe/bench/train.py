@@ -89,7 +89,7 @@ class _Contender:
         model = make_model(config, data.info.classes, fabric.device)
         optimizer = make_optimizer(model, config)
         store = CheckpointStore(folder, keep=0)
-        teacher = load_teacher(config.train.teachers, model)
+        teacher = load_teacher(model, data.info, config)
         self.trainer = Trainer(
             config, fabric, model, optimizer, data, store, None, TrainState(), teacher
         )

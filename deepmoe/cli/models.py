@@ -80,10 +80,11 @@ def models(as_json: bool) -> None:
 @click.argument("preset", required=False)
 @set_option
 def config(preset: str | None, overrides: tuple[str, ...]) -> None:
-    """Print PRESET resolved, as TOML; without a name, list the presets."""
-    from deepmoe.config import config_to_toml, load_config, preset_names
+    """Print PRESET resolved, as TOML, and its comment; without a name, list the presets."""
+    from deepmoe.config import config_to_toml, load_config, preset_comment, preset_names
 
     if preset is None:
         click.echo("\n".join(preset_names()))
     else:
-        click.echo(config_to_toml(load_config(preset, overrides)), nl=False)
+        resolved = config_to_toml(load_config(preset, overrides))
+        click.echo(preset_comment(preset) + resolved, nl=False)

@@ -5,10 +5,16 @@ from pathlib import Path
 
 import click
 
-from deepmoe.cli.common import json_option, print_table
+from deepmoe.cli.common import json_option, print_table, set_option
 from deepmoe.errors import UserError
 
-SHOWN = ("accuracy", "macs_share", "macs", "embedding_accuracy", "seconds")
+SHOWN = {  # key: title
+    "accuracy": "accuracy",
+    "macs": "MACs",
+    "macs_share": "of its own dense MACs",
+    "embedding_accuracy": "embedding's accuracy",
+    "seconds": "seconds",
+}
 
 
 @click.command()
@@ -18,34 +24,41 @@ SHOWN = ("accuracy", "macs_share", "macs", "embedding_accuracy", "seconds")
     "--results", type=click.Path(path_type=Path), help="Folder of the figures. [results/GRID]"
 )
 @click.option("--jobs", type=click.IntRange(1), help="Runs side by side. [default: as GRID says]")
+@set_option
 @json_option
 def sweep(
-    grid: Path, out: Path | None, results: Path | None, jobs: int | None, as_json: bool
+    grid: Path,
+    out: Path | None,
+    results: Path | None,
+    jobs: int | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Train all runs of GRID, a .toml file, several side by side, and compare them.
 
     Runs that have a result already are left alone, and those that were interrupted go on from
-    their last checkpoint: call it again to finish a sweep.
+    their last checkpoint: call it again to finish a sweep. What is --set holds for all runs.
     """
     from deepmoe.files import write_atomically
     from deepmoe.results import markdown_table
     from deepmoe.sweep import read_grid, summary
     from deepmoe.sweep import sweep as run_sweep
 
-    runs = read_grid(grid)
+    runs = read_grid(grid, overrides)
     folder = results or Path("results") / grid.stem
     out = out or Path("runs") / grid.stem
-    complete = run_sweep(runs, out, folder, command=f"deepmoe sweep {grid.name}", jobs=jobs)
+    changes = "".join(f" --set {item}" for item in overrides if "data.root" not in item)
+    command = f"deepmoe sweep {grid.name}{changes}"
+    complete = run_sweep(runs, out, folder, command=command, jobs=jobs)
     rows = summary(runs, folder)
+    shown = [key for key in SHOWN if any(key in row for row in rows)]
+    cells = [[_cell(row, key) for key in ("run", "seeds", *shown)] for row in rows]
+    header = ["run", "seeds", *(SHOWN[key] for key in shown)]
+    write_atomically(folder / "table.md", f"{markdown_table(header, cells)}\n".encode())
     if as_json:
         click.echo(json.dumps(rows, indent=2))
     else:
-        shown = [key for key in SHOWN if any(key in row for row in rows)]
-        cells = [[_cell(row, key) for key in ("run", "seeds", *shown)] for row in rows]
-        header = ["run", "seeds", *shown]
         print_table(header, cells)
-        table = markdown_table(header, cells) + "\n"
-        write_atomically(folder / "table.md", table.encode())
     if not complete:
         raise UserError("some runs have no result; their logs tell why")
 

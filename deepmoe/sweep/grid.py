@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,12 @@ def run_name(group: str, seed: int) -> str:
     return f"{group}-seed{seed}"
 
 
-def read_grid(path: Path) -> Grid:
+def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
     """Reads a grid file, and checks every configuration in it.
+
+    Args:
+        path: of the file.
+        overrides: strings such as `train.lr=0.05`, for all runs, above what the file says.
 
     Raises:
         UserError: for a file that can't be read, unknown keys, or a setting that no run can have.
@@ -88,7 +92,7 @@ def read_grid(path: Path) -> Grid:
     runs = []
     for name, own in (file.runs or {path.stem: {}}).items():
         for label, combination in _combinations(file.grid):
-            config = apply_overrides(base, _overrides(own | combination))
+            config = apply_overrides(base, [*_overrides(own | combination), *overrides])
             config = _labelled(config, label)
             for seed in seeds.get(name, file.seeds):
                 seeded = apply_overrides(config, [f"train.seed={seed}"])
@@ -145,7 +149,10 @@ def _as_text(value: Any) -> str:
 
 
 def _overrides(settings: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    try:
+        return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    except TypeError as error:  # TOML has dates, settings have not
+        raise UserError(f"a grid's settings are numbers, texts or lists: {error}") from error
 
 
 def _labelled(config: RunConfig, label: str) -> RunConfig:
@@ -186,7 +193,7 @@ def _check_names(runs: list[Run]) -> None:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise UserError(f"two runs are named {sorted(twice)[0]}")
-    odd = [name for name in names if not set(name) <= NAME_CHARACTERS]
+    odd = [run.name for run in runs if not run.group or not set(run.name) <= NAME_CHARACTERS]
     if odd:
         raise UserError(f"a run's name has letters, digits and -_.=+ only, not {odd[0]!r}")
     seeded = [run.group for run in runs if SEED.search(run.group)]

@@ -1,25 +1,27 @@
 """Trains the runs of a grid, several side by side; goes on where it was stopped."""
 
-import dataclasses
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from deepmoe.config import DataConfig, RunConfig, config_from_dict, config_to_toml
+from deepmoe.config import RunConfig, config_to_toml
 from deepmoe.errors import UserError
-from deepmoe.results import write_result
+from deepmoe.files import exclusive
 from deepmoe.sweep.grid import Grid, Run, with_checkpoints
-from deepmoe.training.checkpoint import CheckpointStore
+from deepmoe.sweep.result import read_run_result, result_path, without_root, write_run_result
+from deepmoe.training.checkpoint import CheckpointStore, read_progress
+from deepmoe.training.fit import changed_keys
+from deepmoe.training.interrupts import stop_signals
 from deepmoe.training.log import METRICS_NAME, read_metrics
 
 POLL_SECONDS = 0.2
+LOG_NAME = "log.txt"
 
 
 def sweep(grid: Grid, out: Path, results: Path, *, command: str, jobs: int | None = None) -> bool:
@@ -35,16 +37,25 @@ def sweep(grid: Grid, out: Path, results: Path, *, command: str, jobs: int | Non
     Returns:
         Whether all runs have a result now. A run that fails does not stop the others; its log
         lies in its folder.
+
+    Raises:
+        UserError: for results or runs of other settings, or while another sweep uses the folder.
     """
     out = out.resolve()
+    with exclusive(out):
+        _train(grid, out, results, command, jobs or grid.jobs)
+    return all(result_path(results, run).exists() for run in grid.runs)
+
+
+def _train(grid: Grid, out: Path, results: Path, command: str, jobs: int) -> None:
     waiting = _waiting(grid, out, results)
     done = {run.name for run in grid.runs} - {run.name for run in waiting}
     going: list[tuple[Run, subprocess.Popen[bytes]]] = []
-    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    former = {s: signal.signal(s, _leave) for s in stop_signals() if s != signal.SIGINT}
     try:
         while waiting or going:
             for run in [run for run in waiting if set(run.needs) <= done]:
-                if len(going) < (jobs or grid.jobs):
+                if len(going) < jobs:
                     waiting.remove(run)
                     going.append((run, _start(run, out)))
                     _tell(f"{run.name}: started")
@@ -61,36 +72,69 @@ def sweep(grid: Grid, out: Path, results: Path, *, command: str, jobs: int | Non
             process.terminate()
         for _, process in going:
             process.wait()
-        signal.signal(signal.SIGTERM, former)
-    return all(result_path(results, run).exists() for run in grid.runs)
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
-def result_path(results: Path, run: Run) -> Path:
-    """Where a run's figures are."""
-    return results / f"{run.name}.json"
+def _leave(number: int, _frame: Any) -> None:
+    sys.exit(128 + number)
 
 
 def _waiting(grid: Grid, out: Path, results: Path) -> list[Run]:
     """Runs without a result, and those whose checkpoints they need but are not there any more."""
+    paths = {run.name: result_path(results, run) for run in grid.runs}
+    found = {run.name: read_run_result(p) for run in grid.runs if (p := paths[run.name]).exists()}
     for run in grid.runs:
-        path = result_path(results, run)
-        if path.exists() and _config_of(path) != _without_root(run.config):
-            raise UserError(f"{path} is of other settings than the grid's: remove or move it")
-    waiting = [run for run in grid.runs if not result_path(results, run).exists()]
+        if run.name not in found:
+            continue
+        if found[run.name].config != without_root(run.config):
+            raise UserError(
+                f"{paths[run.name]} is of other settings than the grid's: remove or move it"
+            )
+        for need, digest in found[run.name].needs.items():
+            if need in paths and (need not in found or found[need].digest != digest):
+                raise UserError(
+                    f"{paths[run.name]} is of a {need} that is not the one of {paths[need]}: "
+                    "remove or move it"
+                )
+    waiting = [run for run in grid.runs if run.name not in found]
     for run in waiting:  # it grows on the way
+        _check_begun(run, out)
         needed = [r for r in grid.runs if r.name in run.needs and r not in waiting]
-        waiting += [r for r in needed if not _last_checkpoint(out, r.name).exists()]
+        waiting += [r for r in needed if not _is_trained(r, out)]
     return waiting
+
+
+def _is_trained(run: Run, out: Path) -> bool:
+    """Whether its last checkpoint is there, of these settings, and not one on the way."""
+    path = _last_checkpoint(out, run.name)
+    if not path.exists():
+        return False
+    config, state = read_progress(path)
+    return state.epoch == config.train.total_epochs and not changed_keys(config, run.config)
+
+
+def _check_begun(run: Run, out: Path) -> None:
+    """Refuses to go on with a run from other networks than it was begun with."""
+    path = _last_checkpoint(out, run.name)
+    if not path.exists():
+        return
+
+    def taken(paths: tuple[str | None, ...]) -> list[tuple[str, ...]]:
+        return [Path(p).parts[-2:] for p in paths if p]  # the folder of all runs may have moved
+
+    begun, now = read_progress(path)[0].train, _resolved(run, out).train
+    if taken((begun.start, *begun.teachers)) != taken((now.start, *now.teachers)):
+        raise UserError(f"{path.parent} was begun with another start or teacher: remove or move it")
 
 
 def _start(run: Run, out: Path) -> "subprocess.Popen[bytes]":
     folder = out / run.name
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "sweep.toml"
-    resolved = with_checkpoints(run.config, lambda name: str(_last_checkpoint(out, name)))
-    config.write_text(config_to_toml(resolved), encoding="utf-8")
+    config.write_text(config_to_toml(_resolved(run, out)), encoding="utf-8")
     command = [sys.executable, "-m", "deepmoe", "train", str(config)]
-    with (folder / "log.txt").open("ab") as log:
+    with (folder / LOG_NAME).open("ab") as log:
         return subprocess.Popen(
             [*command, "--resume", "--out", str(folder)],
             stdout=log,
@@ -104,40 +148,38 @@ def _start(run: Run, out: Path) -> "subprocess.Popen[bytes]":
 
 def _collect(run: Run, code: int, out: Path, results: Path, command: str) -> bool:
     """Writes the result of a run that has ended; whether there is one."""
-    folder = out / run.name
+    folder, path = out / run.name, result_path(results, run)
     lines = read_metrics(folder / METRICS_NAME)
     if code or not lines:
-        _tell(f"{run.name}: failed, see {folder / 'log.txt'}")
+        _tell(f"{run.name}: failed, {_reason(code, folder / LOG_NAME)}")
         return False
-    values = {
-        "run": run.name,
-        "config": config_to_toml(_without_root(run.config)),
-        "seconds": sum(line.get("seconds", 0.0) for line in lines),
-        "last": lines[-1],
-    }
+    if path.exists():
+        _tell(f"{run.name}: done, for its checkpoint; {path} is left as it was")
+        return True
     device = run.config.train.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    seed = run.config.train.seed
-    write_result(result_path(results, run), values, command=command, seed=seed, device=device)
+    write_run_result(path, run, lines, command=command, device=device)
     _tell(f"{run.name}: done")
     return True
 
 
+def _reason(code: int, log: Path) -> str:
+    """Why a run failed, as far as can be told in a line."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}, see {log}"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    lines = text.splitlines()
+    return f"see {log}: {lines[-1]}" if lines else f"see {log}"
+
+
+def _resolved(run: Run, out: Path) -> RunConfig:
+    """Its configuration, with paths for the checkpoints of other runs."""
+    return with_checkpoints(run.config, lambda name: str(_last_checkpoint(out, name)))
+
+
 def _last_checkpoint(out: Path, name: str) -> Path:
     return CheckpointStore(out / name, keep=0).last
-
-
-def _without_root(config: RunConfig) -> RunConfig:
-    """Where the data lies says nothing elsewhere."""
-    data = dataclasses.replace(config.data, root=DataConfig().root)
-    return dataclasses.replace(config, data=data)
-
-
-def _config_of(path: Path) -> RunConfig:
-    """The configuration that a result was measured with."""
-    values = json.loads(path.read_text(encoding="utf-8"))["values"]
-    return config_from_dict(tomllib.loads(values["config"]))
 
 
 def _tell(line: str) -> None:

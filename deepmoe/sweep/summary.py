@@ -1,13 +1,12 @@
 """The figures of a sweep's runs, side by side."""
 
 import itertools
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 from deepmoe.sweep.grid import Grid
-from deepmoe.sweep.runner import result_path
+from deepmoe.sweep.result import read_run_result, result_path
 
 NOT_FIGURES = ("epoch", "stage")  # keys of a run's last metrics that the table leaves out
 
@@ -17,11 +16,12 @@ def summary(grid: Grid, results: Path) -> list[dict[str, Any]]:
     rows = []
     for group, members in itertools.groupby(grid.runs, key=lambda run: run.group):
         paths = [result_path(results, run) for run in members]
-        found = [json.loads(p.read_text(encoding="utf-8"))["values"] for p in paths if p.exists()]
+        done = [read_run_result(path) for path in paths if path.exists()]
+        found = [{**result.last, "seconds": result.seconds} for result in done]
         row: dict[str, Any] = {"run": group, "seeds": len(found)}
-        for key in found[0]["last"] if found else ():
-            figures = [values["last"][key] for values in found]
-            if key not in NOT_FIGURES and all(isinstance(f, int | float) for f in figures):
+        for key in found[0] if found else ():
+            figures = [f for values in found if isinstance(f := values.get(key), int | float)]
+            if key not in NOT_FIGURES and len(figures) == len(found):
                 row[key] = statistics.fmean(figures)
                 if len(figures) > 1:
                     row[f"{key}_deviation"] = statistics.stdev(figures)

@@ -139,13 +139,25 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     return Checkpoint(model.to(device).eval(), config, info, state, optimizer_state)
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+def read_progress(path: str | Path) -> tuple[RunConfig, TrainState]:
+    """What a checkpoint is of, and how far it is, without its weights.
+
+    Raises:
+        UserError: as `load_checkpoint` does.
+    """
+    header, _ = _read(Path(path), weights=False)
+    config, _, state = _parse_header(path, header)
+    return config, state
+
+
+def _read(path: Path, *, weights: bool = True) -> tuple[dict[str, str], dict[str, Tensor]]:
     if not path.is_file():
         raise UserError(f"no checkpoint at {path}")
     try:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-            return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys() if weights else ()
+            return header, {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise UserError(f"checkpoint {path} is damaged, or not a safetensors file") from error
 

@@ -1,20 +1,23 @@
 """A training run from configuration to checkpoint; resumable."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric import Fabric
 
-from deepmoe.config import RunConfig, config_to_dict, config_to_toml
+from deepmoe.config import RunConfig, TrainConfig, config_to_dict, config_to_toml
 from deepmoe.costs import count_costs
 from deepmoe.data import DataSource, open_data
 from deepmoe.errors import UserError
-from deepmoe.files import write_atomically
+from deepmoe.files import exclusive, write_atomically
 from deepmoe.model import DeepMoE
 from deepmoe.training.checkpoint import CheckpointStore, load_checkpoint
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
-from deepmoe.training.log import METRICS_NAME, RunLog
+from deepmoe.training.log import METRICS_NAME, RunLog, read_metrics
 from deepmoe.training.state import TrainState
 from deepmoe.training.trained import load_teacher, start_from
 from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer
@@ -72,30 +75,52 @@ def fit(
     model = make_model(config, data.info.classes, fabric.device)
     count_costs(model, data.info.size)  # tells at once if the images are too small for the network
     optimizer = make_optimizer(model, config)
-    state = TrainState()
+    state, notes = TrainState(), []
     if resume and store.last.exists():
-        state = _restore(store.last, config, model, optimizer)
+        state, begun = _restore(store.last, config, model, optimizer)
+        if (begun.start, begun.teachers) != (train.start, train.teachers):
+            notes.append("goes on with another train.start or train.teacher than it was begun with")
     elif train.start is not None:
-        start_from(train.start, model, data.info.size, frozen=not train.epochs)
-    teacher = load_teacher(train.teachers, model)
+        start_from(train.start, model, data.info, config)
+    teacher = load_teacher(model, data.info, config)
     if train.sync_bn:
         synchronise_bn(model, fabric)
     log = None
     fabric.barrier()  # every process has looked before one changes anything
-    if fabric.is_global_zero:
-        if not resume:
-            store.clear()
-            (out / METRICS_NAME).unlink(missing_ok=True)
-        write_atomically(out / "config.toml", config_to_toml(config).encode())
-        log = RunLog(
-            out,
-            finished=state.epoch,
-            title=_title(config),
-            quiet=quiet,
-            tensorboard=train.tensorboard,
-        )
-    result = Trainer(config, fabric, model, optimizer, data, store, log, state, teacher).run()
+    with _alone_in(out, fabric):
+        if fabric.is_global_zero:
+            if not resume:
+                store.clear()
+                (out / METRICS_NAME).unlink(missing_ok=True)
+            write_atomically(out / "config.toml", config_to_toml(config).encode())
+            log = RunLog(
+                out,
+                finished=state.epoch,
+                title=_title(config),
+                quiet=quiet,
+                tensorboard=train.tensorboard,
+            )
+            for note in notes:
+                log.tell(note)
+        trainer = Trainer(config, fabric, model, optimizer, data, store, log, state, teacher)
+        result = trainer.run()
     return FitResult(model, result, data, store.last, out / METRICS_NAME)
+
+
+@contextlib.contextmanager
+def _alone_in(out: Path, fabric: Fabric) -> Iterator[None]:
+    """Keeps other runs out of the folder; all processes of this one are told if that fails."""
+    with contextlib.ExitStack() as stack:
+        problem = None
+        if fabric.is_global_zero:
+            try:
+                stack.enter_context(exclusive(out))
+            except UserError as error:
+                problem = str(error)
+        problem = fabric.broadcast(problem)
+        if problem is not None:
+            raise UserError(problem)
+        yield
 
 
 def _calibrates(config: RunConfig) -> bool:
@@ -110,16 +135,16 @@ def _check_folder(out: Path, store: CheckpointStore, *, resume: bool, overwrite:
     used = store.last.exists() or store.best.exists() or bool(store.epochs())
     if resume and used and not store.last.exists():
         raise UserError(f"{out} has checkpoints, but no {store.last.name} to resume from")
-    if not resume and not overwrite and (used or (out / METRICS_NAME).exists()):
+    if not resume and not overwrite and (used or read_metrics(out / METRICS_NAME)):
         raise UserError(f"{out} holds a run already: resume it, overwrite it or choose another")
 
 
 def _restore(
     path: Path, config: RunConfig, model: DeepMoE, optimizer: torch.optim.Optimizer
-) -> TrainState:
-    """Loads a checkpoint into model and optimiser; returns how far it is."""
+) -> tuple[TrainState, TrainConfig]:
+    """Loads a checkpoint into model and optimiser; returns how far it is, and its settings."""
     checkpoint = load_checkpoint(path)
-    changed = _changed_keys(checkpoint.config, config)
+    changed = changed_keys(checkpoint.config, config)
     if changed:
         raise UserError(f"{path} is from a run with other settings of {', '.join(changed)}")
     if checkpoint.model.codebook is not None:
@@ -132,7 +157,7 @@ def _restore(
         for key, value in checkpoint.optimizer_state.get(name, {}).items():
             # In the parameter's memory format, as the optimiser itself would have made it.
             optimizer.state[parameter][key] = torch.empty_like(parameter).copy_(value)
-    return checkpoint.state
+    return checkpoint.state, checkpoint.config.train
 
 
 # What may differ between the parts of one run: where and how it runs, not what it computes.
@@ -154,7 +179,8 @@ _FREE_KEYS = {
 }
 
 
-def _changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
+def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
+    """Settings that differ, and would make another run of it."""
     before, after = _flat(old), _flat(new)
     keys = {**before, **after}
     return [k for k in keys if before.get(k) != after.get(k) and k not in _FREE_KEYS]

@@ -1,11 +1,18 @@
-"""SIGTERM and SIGINT as a wish to stop at the next batch."""
+"""SIGTERM, SIGINT and SIGHUP as a wish to stop at the next batch."""
 
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Signals that ask to stop; among them, that a terminal was closed, unless under nohup."""
+    asked = (signal.SIGTERM, signal.SIGINT)
+    if sys.platform == "win32" or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return asked
+    return (*asked, signal.SIGHUP)
 
 
 class Interrupts:
@@ -17,7 +24,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            self._former = {s: signal.signal(s, self._note) for s in SIGNALS}
+            self._former = {s: signal.signal(s, self._note) for s in stop_signals()}
         return self
 
     def __exit__(

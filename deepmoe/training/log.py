@@ -61,6 +61,11 @@ class RunLog:
         if not self.quiet:
             self.console.print(_sentence(self.title, metrics, total_epochs), highlight=False)
 
+    def tell(self, sentence: str) -> None:
+        """Tells the person watching, and nobody else."""
+        if not self.quiet:
+            self.console.print(f"{self.title}: {sentence}", highlight=False)
+
     @property
     def watched(self) -> bool:
         """Whether somebody sees a progress bar: its figures cost a wait for the device."""

@@ -1,19 +1,21 @@
 """What a run takes from trained networks: weights to start from, and outputs to learn from."""
 
-from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from deepmoe.backbones import Backbone
+from deepmoe.config import RunConfig
+from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
 from deepmoe.layers import GatedConv, GateHeads
 from deepmoe.model import DeepMoE
-from deepmoe.training.checkpoint import load_checkpoint
+from deepmoe.training.checkpoint import Checkpoint, load_checkpoint
 from deepmoe.training.step import Teacher
 
 
-def start_from(path: str, model: DeepMoE, size: tuple[int, int], *, frozen: bool) -> None:
+def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> None:
     """Copies a checkpoint's weights: of the base network, and of the routing if both have it.
 
     Gates that start from an ungated network are handed out by its channels' strengths.
@@ -21,21 +23,21 @@ def start_from(path: str, model: DeepMoE, size: tuple[int, int], *, frozen: bool
     Args:
         path: of the checkpoint.
         model: to fill.
-        size: of its input images.
-        frozen: whether its gates won't be trained any more.
+        info: of the data to train on.
+        config: of the run.
 
     Raises:
-        UserError: where the checkpoint does not fit the model.
+        UserError: where the checkpoint does not fit the model, or knows held-out images.
     """
-    start = load_checkpoint(path).model
-    if frozen and model.gated and not start.gated:
+    start = _trained_network("train.start", path, info, config).model
+    if not config.train.epochs and model.gated and not start.gated:
         raise UserError(f"{path} has no gates, and without a joint stage none would be trained")
     try:
         model.backbone.load_state_dict(start.backbone.state_dict())
     except RuntimeError as error:
         raise UserError(f"the base network of {path} has other layers or widths") from error
     if isinstance(model.heads, GateHeads) and not start.gated:
-        model.heads.order_by_strength(channel_strengths(model.backbone, size))
+        model.heads.order_by_strength(channel_strengths(model.backbone, info.size))
     if not model.gated or not start.gated:
         return
     try:
@@ -47,22 +49,41 @@ def start_from(path: str, model: DeepMoE, size: tuple[int, int], *, frozen: bool
         model.thresholds = start.thresholds.to(next(model.parameters()))
 
 
-def load_teacher(paths: Sequence[str], model: DeepMoE) -> Teacher | None:
-    """Trained networks on the device of the one to train; nobody without paths.
+def load_teacher(model: DeepMoE, info: DataInfo, config: RunConfig) -> Teacher | None:
+    """The run's teachers, on the device of the model to train; nobody if it has none.
 
     Raises:
-        UserError: for one that tells other classes apart.
+        UserError: for one that tells other classes apart, or knows held-out images.
     """
     parameter, networks = next(model.parameters()), []
-    for path in paths:
-        network = load_checkpoint(path).model.to(parameter.device, parameter.dtype)
-        known, needed = network.backbone.classes, model.backbone.classes
-        if known != needed:
-            raise UserError(f"{path} tells {known} classes apart, not {needed}")
+    for path in config.train.teachers:
+        trained = _trained_network("train.teacher", path, info, config)
+        if trained.info.classes != info.classes:
+            raise UserError(
+                f"{path} tells {trained.info.classes} classes apart, not {info.classes}"
+            )
+        if trained.info.class_names != info.class_names:
+            raise UserError(f"{path} tells other classes apart: its labels have other names")
+        network = trained.model.to(parameter.device, parameter.dtype)
         if parameter.is_cuda:
             network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         networks.append(network)
     return Teacher(networks).requires_grad_(False).eval() if networks else None
+
+
+def _trained_network(key: str, path: str, info: DataInfo, config: RunConfig) -> Checkpoint:
+    if not Path(path).is_file():
+        raise UserError(f"no checkpoint at {path} for {key}: that network is trained first")
+    trained = load_checkpoint(path)
+    same_data = trained.config.data.name == config.data.name
+    same_data = same_data and trained.info.class_names == info.class_names
+    holdout = config.data.holdout
+    if holdout and same_data and trained.config.data.holdout != holdout:
+        raise UserError(
+            f"{path} has learnt from images that are held out here: "
+            f"it is to be trained with data.holdout={holdout}, too"
+        )
+    return trained
 
 
 @torch.no_grad()

@@ -45,12 +45,14 @@ def kill_at_write(count: int) -> None:
 ACTIONS = {
     "kill-batch": lambda *at: signal_at_batch(signal.SIGKILL, *at),
     "term-batch": lambda *at: signal_at_batch(signal.SIGTERM, *at),
+    "hup-batch": lambda *at: signal_at_batch(signal.SIGHUP, *at),
     "int-batch": lambda *at: signal_at_batch(signal.SIGINT, *at),
     "kill-write": kill_at_write,
 }
 
 if __name__ == "__main__":
     out, action, *numbers = sys.argv[1:]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
     ACTIONS[action](*map(int, numbers))
     try:
         fit(tiny_config(), out, resume=True, quiet=True)

@@ -1,6 +1,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import torch
 from helpers import tiny_config
 from safetensors.torch import load_file
 
-from deepmoe.config import RunConfig
+from deepmoe.config import RunConfig, apply_overrides
 from deepmoe.errors import TrainingDiverged, UserError
+from deepmoe.files import exclusive
 from deepmoe.training import FitResult, fit, load_checkpoint, save_checkpoint, trainer
 from deepmoe.training.log import read_metrics
 
@@ -103,7 +105,9 @@ def test_a_killed_run_resumes_to_the_same_weights(action, whole_run, tmp_path) -
     assert without_time(resumed.metrics) == without_time(whole_run.metrics)
 
 
-@pytest.mark.parametrize("action", [("term-batch", 1, 3), ("int-batch", 3, 0)], ids=str)
+@pytest.mark.parametrize(
+    "action", [("term-batch", 1, 3), ("int-batch", 3, 0), ("hup-batch", 2, 1)], ids=str
+)
 def test_a_signal_saves_within_the_epoch_and_has_its_own_exit_code(
     action, whole_run, tmp_path
 ) -> None:
@@ -297,8 +301,29 @@ def test_a_folder_in_use_is_kept(whole_run, tmp_path) -> None:
         run(tiny_config(), tmp_path)
     with pytest.raises(UserError, match=r"other settings of train.epochs, train.finetune_epochs"):
         run(tiny_config(), tmp_path, resume=True)
+    with exclusive(tmp_path), pytest.raises(UserError, match="in use by another process"):
+        run(tiny_config(), tmp_path, overwrite=True)
+    assert load_checkpoint(tmp_path / "last.safetensors").config.train.epochs == 1
     replaced = run(tiny_config(), tmp_path, overwrite=True)
     assert_same_weights(replaced.checkpoint, whole_run.checkpoint)
+
+
+def test_a_resumed_run_tells_that_its_teacher_is_another(whole_run, tmp_path, capsys) -> None:
+    for name in ("one", "other"):
+        shutil.copy(whole_run.checkpoint, tmp_path / f"{name}.safetensors")
+    taught = tiny_config(f"train.teacher={tmp_path / 'one.safetensors'}", "loss.distillation=0.5")
+    fit(taught, tmp_path / "run", quiet=True)
+    fit(taught, tmp_path / "run", resume=True)
+    assert "begun with" not in capsys.readouterr().out
+    taught = apply_overrides(taught, [f"train.teacher={tmp_path / 'other.safetensors'}"])
+    fit(taught, tmp_path / "run", resume=True)
+    assert "another train.start or train.teacher than it was begun" in capsys.readouterr().out
+
+
+def test_a_run_that_never_began_is_not_in_the_way(whole_run, tmp_path) -> None:
+    with pytest.raises(UserError, match="codes"):
+        run(tiny_config("train.codes=9999"), tmp_path)
+    assert_same_weights(run(tiny_config(), tmp_path).checkpoint, whole_run.checkpoint)
 
 
 def test_images_too_small_for_the_network_are_named(tmp_path) -> None:

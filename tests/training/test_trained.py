@@ -1,14 +1,17 @@
 """What a run takes from trained networks."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import tiny_config
 
+from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads
 from deepmoe.registry import create_model
-from deepmoe.training import fit
+from deepmoe.training import fit, load_checkpoint
+from deepmoe.training.checkpoint import save_checkpoint
 from deepmoe.training.trained import channel_strengths
 
 
@@ -43,6 +46,37 @@ def test_a_channel_is_strong_by_its_own_scale_and_by_what_reads_it() -> None:
     for strengths in others:
         torch.testing.assert_close(strengths, torch.full((4,), usual))
     torch.testing.assert_close(last, torch.full((4,), 2 * 3**0.5))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    return fit(tiny_config("model.gates=none"), folder, quiet=True).checkpoint
+
+
+@pytest.mark.parametrize("key", ["train.start", "train.teacher"])
+def test_a_network_that_has_seen_held_out_images_is_refused(
+    key: str, trained: Path, tmp_path: Path
+) -> None:
+    settings = (f"{key}={trained}", "model.gates=none")
+    if key == "train.teacher":
+        settings = (*settings, "loss.distillation=0.5")
+    with pytest.raises(UserError, match=r"held out here.*data.holdout=100"):
+        fit(tiny_config(*settings, "data.holdout=100"), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match=f"no checkpoint at nobody for {key}"):
+        fit(tiny_config(*settings, f"{key}=nobody"), tmp_path / "run", quiet=True)
+
+
+def test_a_teacher_of_other_classes_is_refused(trained: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(trained)
+    names = tuple(f"other {i}" for i in range(checkpoint.info.classes))
+    info = dataclasses.replace(checkpoint.info, class_names=names)
+    path = tmp_path / "other.safetensors"
+    save_checkpoint(path, checkpoint.model, checkpoint.config, info, checkpoint.state)
+    settings = (f"train.teacher={path}", "loss.distillation=0.5")
+    with pytest.raises(UserError, match="other names"):
+        fit(tiny_config(*settings), tmp_path / "run", quiet=True)
 
 
 @pytest.mark.parametrize("gates", ["inner", "all"])
