@@ -52,4 +52,6 @@ def exclusive(folder: Path) -> Iterator[None]:
             pass
         yield
     finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # workers that still run have the handle, too
         os.close(handle)

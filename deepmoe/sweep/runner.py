@@ -82,27 +82,30 @@ def _leave(number: int, _frame: Any) -> None:
 
 def _waiting(grid: Grid, out: Path, results: Path) -> list[Run]:
     """Runs without a result, and those whose checkpoints they need but are not there any more."""
-    paths = {run.name: result_path(results, run) for run in grid.runs}
-    found = {run.name: read_run_result(p) for run in grid.runs if (p := paths[run.name]).exists()}
-    for run in grid.runs:
-        if run.name not in found:
-            continue
-        if found[run.name].config != without_root(run.config):
-            raise UserError(
-                f"{paths[run.name]} is of other settings than the grid's: remove or move it"
-            )
-        for need, digest in found[run.name].needs.items():
-            if need in paths and (need not in found or found[need].digest != digest):
-                raise UserError(
-                    f"{paths[run.name]} is of a {need} that is not the one of {paths[need]}: "
-                    "remove or move it"
-                )
-    waiting = [run for run in grid.runs if run.name not in found]
+    _check_results(grid, results)
+    waiting = [run for run in grid.runs if not result_path(results, run).exists()]
     for run in waiting:  # it grows on the way
         _check_begun(run, out)
         needed = [r for r in grid.runs if r.name in run.needs and r not in waiting]
         waiting += [r for r in needed if not _is_trained(r, out)]
     return waiting
+
+
+def _check_results(grid: Grid, results: Path) -> None:
+    """Refuses results that are not of this grid, or not of the results beside them."""
+    paths = {run.name: result_path(results, run) for run in grid.runs}
+    found = {name: read_run_result(path) for name, path in paths.items() if path.exists()}
+    for run in grid.runs:
+        if run.name not in found:
+            continue
+        path, result = paths[run.name], found[run.name]
+        if result.config != without_root(run.config):
+            raise UserError(f"{path} is of other settings than the grid's: remove or move it")
+        for need, digest in result.needs.items():
+            if need in paths and (need not in found or found[need].digest != digest):
+                raise UserError(
+                    f"{path} is of a {need} that is not the one of {paths[need]}: remove or move it"
+                )
 
 
 def _is_trained(run: Run, out: Path) -> bool:
@@ -170,7 +173,8 @@ def _reason(code: int, log: Path) -> str:
         return f"killed by {signal.Signals(-code).name}, see {log}"
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     lines = text.splitlines()
-    return f"see {log}: {lines[-1]}" if lines else f"see {log}"
+    told = [line for line in lines if line.startswith("Error: ")] or lines
+    return f"see {log}: {told[-1]}" if told else f"see {log}"
 
 
 def _resolved(run: Run, out: Path) -> RunConfig:
