@@ -35,14 +35,14 @@ def exclusive(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        handle = None if sys.platform == "win32" else os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from error
-    if sys.platform == "win32":  # it has no locks of this kind
+    if sys.platform == "win32" or handle is None:  # Windows has no locks of this kind
         yield
         return
     import fcntl
 
-    handle = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
