@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deepmoe.cli.common import (
+    as_typed,
     json_option,
     parse_numbers,
     print_evaluation,
@@ -98,7 +99,7 @@ def curve(
         points = cost_curve(loaded.model, data.evaluation, levels, refit)
     values = [{"threshold": p.threshold, **p.result.as_dict()} for p in points]
     if save is not None:
-        changes = "".join(f" --set {item}" for item in overrides if "data.root" not in item)
+        changes = as_typed(overrides)
         refitted = " --refit-norms" * refit_norms
         command = f"deepmoe curve {checkpoint.name} --thresholds {thresholds}{refitted}{changes}"
         write_result(

@@ -27,6 +27,11 @@ save_option = click.option(
 )
 
 
+def as_typed(overrides: "Iterable[str]") -> str:
+    """Settings as they would be typed, but for the place of the data, which differs elsewhere."""
+    return "".join(f" --set {item}" for item in overrides if "data.root" not in item)
+
+
 def parse_widths(text: str | None) -> str | tuple[int, ...] | None:
     """Widths by name, or as numbers."""
     if text is None or "," not in text:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from deepmoe.cli.common import json_option, print_table, set_option
+from deepmoe.cli.common import as_typed, json_option, print_table, set_option
 from deepmoe.errors import UserError
 
 SHOWN = {  # key: title
@@ -47,8 +47,7 @@ def sweep(
     runs = read_grid(grid, overrides)
     folder = results or Path("results") / grid.stem
     out = out or Path("runs") / grid.stem
-    changes = "".join(f" --set {item}" for item in overrides if "data.root" not in item)
-    command = f"deepmoe sweep {grid.name}{changes}"
+    command = f"deepmoe sweep {grid.name}{as_typed(overrides)}"
     complete = run_sweep(runs, out, folder, command=command, jobs=jobs)
     rows = summary(runs, folder)
     shown = [key for key in SHOWN if any(key in row for row in rows)]

@@ -1,8 +1,8 @@
 """Many training runs from one file, several side by side; goes on where it was stopped."""
 
 from deepmoe.sweep.grid import Grid, Run, read_grid
-from deepmoe.sweep.result import read_run_result, result_path
+from deepmoe.sweep.result import result_path
 from deepmoe.sweep.runner import sweep
 from deepmoe.sweep.summary import summary
 
-__all__ = ["Grid", "Run", "read_grid", "read_run_result", "result_path", "summary", "sweep"]
+__all__ = ["Grid", "Run", "read_grid", "result_path", "summary", "sweep"]
