@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 .PHONY: quickstart test lint format docs clean
 
 quickstart: $(VENV)/.installed  ## Train a small DeepMoE and its dense twin, and compare them
-	$(BIN)/deepmoe quickstart
+	$(BIN)/deepmoe quickstart --overwrite
 
 test: $(VENV)/.installed-dev  ## Run the tests
 	$(BIN)/python -m pytest -n auto

@@ -4,13 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepmoe.checkpoint import load_checkpoint
     from deepmoe.config import RunConfig, load_config
     from deepmoe.costs import count_macs
+    from deepmoe.evaluation import evaluate
     from deepmoe.losses import DeepMoELoss
     from deepmoe.model import DeepMoE, DeepMoEOutput
     from deepmoe.registry import create_model, list_models, register_model
     from deepmoe.sparse import sparsify
-    from deepmoe.training import evaluate, fit, load_checkpoint
+    from deepmoe.training import fit
 
 __version__ = "0.1.0"
 
@@ -26,9 +28,9 @@ _HOMES = {
     "list_models": "deepmoe.registry",
     "register_model": "deepmoe.registry",
     "sparsify": "deepmoe.sparse",
-    "evaluate": "deepmoe.training",
+    "evaluate": "deepmoe.evaluation",
     "fit": "deepmoe.training",
-    "load_checkpoint": "deepmoe.training",
+    "load_checkpoint": "deepmoe.checkpoint",
 }
 
 __all__ = [

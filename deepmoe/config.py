@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,8 +11,9 @@ from typing import Any, Literal
 
 import tomli_w
 
+from deepmoe.config_versions import SCHEMA, upgraded
 from deepmoe.errors import UserError
-from deepmoe.structure import Paths, Schedule, Widths, structured, suggest, unstructured
+from deepmoe.schema import Paths, Schedule, Widths, from_plain, suggest, to_plain
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class EmbeddingConfig:
     form: Literal["classes", "latent"] = "classes"
     dim: int = 32  # of the `latent` form
     widths: tuple[int, ...] | None = None  # None: the model's own default
-    temperature: tuple[float, float] | None = None  # random softmax temperature in training
     task_gradient: bool = True  # false: it learns from its own loss alone, not through the gates
 
 
@@ -45,11 +44,9 @@ class HeadsConfig:
     """The gate heads."""
 
     kind: Literal["relu", "noisy-topk"] = "relu"
-    init: str | None = None  # see layers.heads.initialise; None: the kind's own default
+    init: str | None = None  # see layers.heads.initialise; None: by kind, and spread under a budget
     share: float = 0.5  # of a layer's channels that noisy top-k keeps
-    group: int = 1  # of ReLU heads: neighbouring channels that share one gate
     lr_scale: float = 1.0  # their learning rate, in units of train.lr
-    revive: float | None = None  # gradient of closed ReLU gates; None: 0.1 with a budget, else 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ class DataConfig:
     holdout: int = 0  # training images set aside to choose recipes on, instead of the test set
     mirror: bool = True
     crop_padding: int = 4  # of small images
-    mixup: float = 0.0  # joint stage: largest share of another image that is mixed into each
     resize: int = 256  # image-folder: shorter side before the centre crop of evaluation
     min_area: float = 0.08  # image-folder: smallest share of an image that a random crop takes
     color_jitter: float = 0.4  # image-folder: of brightness, contrast and saturation
@@ -113,11 +109,7 @@ class TrainConfig:
     teacher: Paths | None = None  # checkpoints whose mean output is learnt from: loss.distillation
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
     budget_ramp: tuple[float, float] = (0.1, 0.6)  # joint stage: where the cost falls to it
-    budget_by_cost: bool = False  # press harder where a channel costs more
     channel_floor: float = 0.05  # share of each layer's channels that a budget leaves running
-    # Joint stage: gates below a random threshold, up to this, are closed, so that one checkpoint
-    # serves many costs. In units of each layer's mean open gate, as in `deepmoe curve`.
-    random_threshold: float = 0.0
     codes: int | None = None  # frozen stage: gates come from a codebook of so many routes
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "64-true", "32-true", "bf16-mixed"] = "auto"  # bf16-mixed on CUDA
@@ -145,17 +137,16 @@ class TrainConfig:
 
 
 TINY, HUGE = 1e-12, 1e12
+MOST_EMBEDDING_LAYERS = 16
 _RANGES: dict[str, tuple[float, float]] = {
     "model.wide": (1e-3, 1e3),
     "embedding.dim": (1, 1e5),
+    "embedding.widths": (1, 1e5),
     "heads.share": (TINY, 1),
-    "heads.group": (1, 1e5),
     "heads.lr_scale": (0, HUGE),
-    "heads.revive": (0, 1),
     "data.size": (1, 1e5),
     "data.holdout": (0, HUGE),
     "data.crop_padding": (0, 1e3),
-    "data.mixup": (0, 0.5),
     "data.resize": (1, 1e5),
     "data.min_area": (TINY, 1),
     "data.color_jitter": (0, 1),
@@ -182,7 +173,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.target_macs": (TINY, 1e18),
     "train.budget_ramp": (0, 1),
     "train.channel_floor": (TINY, 1),
-    "train.random_threshold": (0, 10),
     "train.codes": (1, 65536),
     "train.loss_limit": (TINY, HUGE),
     "train.evaluate_epochs": (1, 1e6),
@@ -209,12 +199,15 @@ class RunConfig:
             value = getattr(getattr(self, table), name)
             for number in value if isinstance(value, tuple) else (value,):
                 if number is not None and not low <= number <= high:
-                    raise UserError(f"{key} must lie from {low:g} to {high:g}, not be {number}")
+                    shown = number if isinstance(number, float) or abs(number) < 1e18 else "so large"
+                    raise UserError(f"{key} must lie from {low:g} to {high:g}, not be {shown}")
         for name in ("sparsity", "embedding"):
             schedule = getattr(self.loss, name)
             levels = [v for _, v in schedule] if isinstance(schedule, tuple) else [schedule]
-            if not all(0 <= level < math.inf for level in levels):
-                raise UserError(f"loss.{name} must not be negative, nor infinite: {schedule}")
+            if not all(0 <= level <= HUGE for level in levels):
+                raise UserError(f"loss.{name} must lie from 0 to {HUGE:g}, not be {schedule}")
+        if self.embedding.widths is not None and len(self.embedding.widths) > MOST_EMBEDDING_LAYERS:
+            raise UserError(f"embedding.widths has at most {MOST_EMBEDDING_LAYERS} numbers")
         for key, pair in (
             ("data.scale", self.data.scale),
             ("train.budget_ramp", self.train.budget_ramp),
@@ -223,16 +216,12 @@ class RunConfig:
                 raise UserError(f"{key} must rise, not fall: {list(pair)}")
         if self.train.nesterov and not self.train.momentum:
             raise UserError("train.nesterov needs a train.momentum above 0")
-        if self.heads.group > 1 and self.heads.kind != "relu":
-            raise UserError("heads.group is for relu heads only")
         if (self.train.teacher is None) != (self.loss.distillation == 0):
             raise UserError("train.teacher and a loss.distillation above 0 need each other")
         if not self.train.total_epochs:
             raise UserError("train.epochs and train.finetune_epochs must not both be 0")
         if not self.train.epochs and self.train.start is None:
             raise UserError("without a joint stage (train.epochs = 0), set train.start")
-        if self.train.random_threshold and self.train.target_macs is not None:
-            raise UserError("train.random_threshold would mislead train.target_macs: set only one")
         if self.train.codes is not None and not self.train.finetune_epochs:
             raise UserError("train.codes needs a frozen stage: set train.finetune_epochs")
         if self.train.codes is not None and self.model.gates == "none":
@@ -286,14 +275,19 @@ def apply_overrides(config: RunConfig, overrides: Iterable[str]) -> RunConfig:
     return config_from_dict(_override(config_to_dict(config), overrides))
 
 
-def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """Builds a RunConfig from nested plain values; rejects unknown keys and wrong types."""
-    return structured(values, RunConfig)
+def config_from_dict(values: Mapping[str, Any], *, used: bool = False) -> RunConfig:
+    """Builds a RunConfig from nested plain values; rejects unknown keys and wrong types.
+
+    Args:
+        values: of this version or an earlier one.
+        used: of a network that is only used, not trained; see `upgraded`.
+    """
+    return from_plain(upgraded(values, used=used), RunConfig)
 
 
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """The resolved configuration as plain values; options left at `None` are left out."""
-    return unstructured(config)
+    return {"schema": SCHEMA, **to_plain(config)}
 
 
 def config_to_toml(config: RunConfig) -> str:
@@ -321,8 +315,10 @@ def read_toml(path: Any, what: str) -> dict[str, Any]:
     """The values of a TOML file, a `Path` or a resource; `what` names it to a user."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # wrong TOML, text or numbers
         raise UserError(f"{what} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{what} is not valid TOML: too many brackets within each other") from error
     except OSError as error:
         raise UserError(f"cannot read {what}: {error.strerror}") from error
 
@@ -333,7 +329,7 @@ def _parse_override(item: str) -> dict[str, Any]:
         raise UserError(f"--set takes key=value, such as train.lr=0.05, not {item!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text
     for part in reversed(key.strip().split(".")):
         value = {part: value}

@@ -1,6 +1,6 @@
 """Exact costs: parameters, and multiply-accumulates (MACs) dense, per image and expected."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, overload
 
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from deepmoe.backbones import Backbone
 from deepmoe.errors import UserError
 from deepmoe.layers import Layer
-from deepmoe.model import DeepMoE, evaluation_mode
+from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, list_models, model_entry
 
 Size = int | tuple[int, int]
 """Pixels a side, or (height, width)."""
+BISECTIONS = 30
 
 
 @dataclass(frozen=True)
@@ -119,24 +120,6 @@ def marginal_macs(quadratic: Tensor, widths_L: Tensor) -> Tensor:
     return ((quadratic + quadratic.T) @ full)[:-1]
 
 
-@torch.inference_mode()
-def expected_macs(model: DeepMoE, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Mean MACs an image over a loader of (images, labels); only the routing networks run."""
-    total, images = 0, 0
-    with evaluation_mode(model):
-        for x_BCHW, _ in batches:
-            size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
-            gates, _ = model.route(model.placed(x_BCHW))
-            if gates is None:
-                total += count_macs(model, size) * len(x_BCHW)
-            else:
-                total += int(count_macs(model, size, gates).sum())
-            images += len(x_BCHW)
-    if not images:
-        raise ValueError("the loader gave no images")
-    return total / images
-
-
 def active_share(gates: Sequence[Tensor]) -> Tensor:
     """Share of all gated channels that run, one number an image."""
     active = torch.stack([(g != 0).sum(dim=1) for g in gates]).sum(dim=0)
@@ -161,6 +144,16 @@ def zoo_costs() -> list[dict[str, Any]]:
             }
         )
     return listed
+
+
+def least(enough: Callable[[float], bool], low: float, high: float) -> float:
+    """The least number from `low` to `high` that is enough, by bisection; `high` must be."""
+    if enough(low):
+        return low
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
 
 
 def format_macs(macs: float) -> str:

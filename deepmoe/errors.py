@@ -17,7 +17,17 @@ class TrainingDiverged(UserError):
     exit_code = 3
 
 
+class OutputClosed(UserError):
+    """What is printed can't be written: a full disk, or (which needs no word) a closed pipe."""
+
+    exit_code = 1
+
+    def __init__(self, reason: str | None = None) -> None:
+        super().__init__("the output was closed" if reason is None else reason)
+        self.quiet = reason is None
+
+
 class TrainingInterrupted(UserError):
-    """A signal asked the run to stop; it saved a checkpoint and can be resumed."""
+    """A signal, or a closed output, ended the run; it saved a checkpoint and can be resumed."""
 
     exit_code = 75  # "temporary failure" by the convention of sysexits.h

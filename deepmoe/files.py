@@ -2,11 +2,15 @@
 
 import contextlib
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from deepmoe.errors import UserError
+
+LOCK_NAME = ".lock"
+_OURS: set[Path] = set()  # folders that this process has to itself
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -19,11 +23,12 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):
             draft.unlink()
         kept = "; the file before it is whole" if path.exists() else ""
-        raise UserError(f"cannot write {path}: {error.strerror}{kept}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write {path}: {reason}{kept}") from error
 
 
 @contextlib.contextmanager
@@ -31,27 +36,55 @@ def exclusive(folder: Path) -> Iterator[None]:
     """Keeps other processes that ask for it out of a folder, until the end or this one's death.
 
     Raises:
-        UserError: while another process has the folder.
+        UserError: while another process has the folder; it says which one.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = None if sys.platform == "win32" else os.open(folder, os.O_RDONLY)
+        folder = folder.resolve()
+        if folder in _OURS:  # locks are for other processes
+            raise UserError(f"{folder} is in use by this process")
+        handle = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from error
-    if sys.platform == "win32" or handle is None:  # Windows has no locks of this kind
+    try:
+        holder = _lock(handle)
+        if holder is not None:
+            raise UserError(f"{folder} is in use by {holder}")
+        _OURS.add(folder)
         yield
-        return
+    finally:
+        _OURS.discard(folder)
+        os.close(handle)  # which also gives the lock back
+
+
+def user_of(folder: Path) -> str | None:
+    """Which process has a folder to itself, in words; `None` if nobody has."""
+    try:
+        handle = os.open(folder / LOCK_NAME, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> str | None:
+    """Locks a file for this process, or tells which one has it.
+
+    A lock of this kind belongs to one process: children don't inherit it, so that it is gone with
+    the process itself, whatever it leaves running.
+    """
+    if sys.platform == "win32":  # has no locks of this kind
+        return None
     import fcntl
 
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{folder} is in use by another process") from error
-        except OSError:  # some network file systems have no locks
-            pass
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # workers that still run have the handle, too
-        os.close(handle)
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return os.pread(handle, 100, 0).decode("utf-8", "replace") or "another process"
+    except OSError:  # some network file systems have no locks
+        return None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+    return None

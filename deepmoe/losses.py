@@ -10,7 +10,7 @@ from torch import Tensor
 from deepmoe.config import LossConfig
 from deepmoe.model import DeepMoEOutput
 from deepmoe.ops import at_least_single
-from deepmoe.structure import Schedule, value_at
+from deepmoe.schema import Schedule, value_at
 
 
 class LossParts(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from deepmoe.backbones import Backbone
+from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads, RouteCodebook, ShallowEmbedding
 
 
@@ -36,7 +37,8 @@ class DeepMoE(nn.Module):
         heads: make gates from its answer.
         backbone: the base network.
         codebook: of routes, if images are to share a few of them.
-        thresholds: one a channel, all layers side by side; gates below are closed.
+        thresholds: one for each channel of all layers; gates below are closed. Checkpoints that
+            earlier versions have cut hold some.
     """
 
     thresholds: Tensor | None
@@ -65,7 +67,7 @@ class DeepMoE(nn.Module):
         """False for a dense network."""
         return self.embedding is not None
 
-    def placed(self, x_BCHW: Tensor) -> Tensor:
+    def as_input(self, x_BCHW: Tensor) -> Tensor:
         """Images where the model is, in its precision."""
         return x_BCHW.to(next(self.parameters()))
 
@@ -74,20 +76,28 @@ class DeepMoE(nn.Module):
         if self.embedding is None or self.heads is None:
             return None, None
         e_BD, embedding_logits = self.embedding(x_BCHW)
-        gates = self.gates_side_by_side(e_BD).split(self.backbone.gate_widths, dim=1)
+        gates = self.concatenated_gates(e_BD).split(self.backbone.gate_widths, dim=1)
         if self.codebook is not None:
             gates = self.codebook(gates)
         return gates, embedding_logits
 
-    def gates_side_by_side(self, e_BD: Tensor) -> Tensor:
+    def concatenated_gates(self, e_BD: Tensor) -> Tensor:
         """What the heads make of mixture weights, for all layers as one tensor."""
         assert self.heads is not None
-        g_BC = self.heads.side_by_side(e_BD)
+        g_BC = self.heads.concatenated(e_BD)
         return g_BC if self.thresholds is None else close_small(g_BC, self.thresholds)
 
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
         gates, embedding_logits = self.route(x_BCHW)
         return DeepMoEOutput(self.backbone(x_BCHW, gates), embedding_logits, gates)
+
+    def check_finite(self) -> None:
+        """Refuses weights, and statistics of batch norms, that are not finite."""
+        tensors = {n: t for n, t in self.state_dict().items() if t.is_floating_point()}
+        finite = torch.stack([t.isfinite().all() for t in tensors.values()]).tolist()
+        wrong = [name for name, good in zip(tensors, finite, strict=True) if not good]
+        if wrong:
+            raise UserError(f"the model can't be used: {wrong[0]} has values that are not finite")
 
     def routing_modules(self) -> list[nn.Module]:
         """What the fine-tune stage freezes: the embedding network and the heads."""
@@ -96,8 +106,7 @@ class DeepMoE(nn.Module):
 
 def close_small(gates: Tensor, thresholds: Tensor) -> Tensor:
     """Gates below their thresholds become zero, others stay as they are."""
-    # Closed ones are left alone: heads may give them a gradient, by which they open again.
-    return torch.where((gates >= thresholds) | (gates <= 0), gates, 0.0)
+    return torch.where(gates >= thresholds, gates, 0.0)
 
 
 @contextmanager

@@ -5,8 +5,10 @@ from pathlib import Path
 from deepmoe.analysis import Contender, write_report
 from deepmoe.config import RunConfig
 from deepmoe.errors import UserError
+from deepmoe.evaluation import collect_gates
 from deepmoe.results import write_result
-from deepmoe.training import collect_gates, fit
+from deepmoe.training import fit
+from deepmoe.training.fit import check_folder
 from deepmoe.training.log import read_metrics
 
 REPORT_NAME = "report.html"
@@ -14,22 +16,30 @@ RESULT_NAME = "result.json"
 
 
 def train_with_twin(
-    config: RunConfig, out: str | Path, *, resume: bool = False, quiet: bool = False
+    config: RunConfig,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    quiet: bool = False,
 ) -> list[Contender]:
     """Trains the dense twin and the gated network, and writes report and result.json.
 
     Args:
         config: of the gated network.
         out: folder of the report; the runs are its sub-folders `dense` and `deepmoe`.
-        resume: go on with unfinished runs instead of starting anew.
+        resume: go on with unfinished runs.
+        overwrite: replace runs that are in these folders already.
         quiet: print nothing.
     """
     if config.model.gates == "none":
         raise UserError("a comparison with the dense twin needs gates; model.gates is none")
-    out = Path(out)
+    out, runs = Path(out), {"dense": config.dense, "deepmoe": config}
+    for folder in (out, *(out / name for name in runs)):  # before hours are spent on the first
+        check_folder(folder, resume=resume and folder != out, overwrite=overwrite)
     contenders = []
-    for name, run in {"dense": config.dense, "deepmoe": config}.items():
-        result = fit(run, out / name, resume=resume, overwrite=not resume, quiet=quiet)
+    for name, run in runs.items():
+        result = fit(run, out / name, resume=resume, overwrite=overwrite, quiet=quiet)
         contenders.append(Contender(name, result.evaluation, read_metrics(result.metrics)))
     record = collect_gates(result.model, result.data.evaluation, result.data.info.class_names)
     write_report(out / REPORT_NAME, contenders, record, config, result.data.evaluation_name)

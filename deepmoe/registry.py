@@ -11,7 +11,7 @@ from deepmoe.backbones import DRN, Backbone, ResNet
 from deepmoe.backbones.drn import drn_a_50_stages
 from deepmoe.backbones.resnet import (
     IMAGENET_DEPTHS,
-    Stage,
+    ResNetStage,
     cifar_stages,
     imagenet_stages,
     make_spec,
@@ -22,10 +22,10 @@ from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, NoisyTopKHeads, ShallowEmbedding
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
 from deepmoe.model import DeepMoE
-from deepmoe.structure import suggest
+from deepmoe.schema import suggest
 
 MOST_CLASSES = 1_000_000
-REVIVE_UNDER_BUDGET = 0.1  # a budget may close a gate by mistake; see HeadsConfig.revive
+SPREAD = "split(1, 0.5)"  # gates that start alike can't be closed one after the other by a budget
 
 BackboneFactory = Callable[..., Backbone]
 
@@ -96,7 +96,7 @@ def create_model(
         name: one of `list_models()`.
         classes: number of classes; the model's usual number if not given.
         gates: `inner`, `all`, or `None` for the dense twin, which has neither embedding nor heads.
-        embedding: form, widths and temperature of the embedding network.
+        embedding: form and widths of the embedding network.
         heads: kind and initialisation of the gate heads.
         **options: passed to the base network, such as `wide=2`, `widths=[...]`,
             `block="bottleneck-b"`, `gate_last=True`.
@@ -106,14 +106,16 @@ def create_model(
     """
     entry = model_entry(name)
     classes = entry.classes if classes is None else classes
-    if not 1 <= classes <= MOST_CLASSES:
-        raise UserError(f"a model has from 1 to {MOST_CLASSES:,} classes, not {classes}")
+    if not 2 <= classes <= MOST_CLASSES:
+        raise UserError(f"a model has from 2 to {MOST_CLASSES:,} classes, not {classes}")
     for option in options:
         if option not in entry.options:
             raise UserError(f"{name} has no option {option!r}; it takes {', '.join(entry.options)}")
     dense = gates in (None, "none")
     if not dense and "gates" in entry.options:
         options["gates"] = gates
+    elif not dense and gates != "inner":
+        raise UserError(f"{name} has no choice of gates, so they can't be {gates!r}")
     backbone = entry.make(classes, **options)
     if dense:
         return DeepMoE(None, None, backbone)
@@ -123,7 +125,6 @@ def create_model(
         form=embedding.form,
         dim=embedding.dim,
         widths=entry.embedding_widths if embedding.widths is None else embedding.widths,
-        temperature=embedding.temperature,
         task_gradient=embedding.task_gradient,
     )
     return DeepMoE(network, _make_heads(network.dim, backbone, heads or HeadsConfig()), backbone)
@@ -137,8 +138,8 @@ def model_from_config(config: RunConfig, classes: int) -> DeepMoE:
             f"model.classes is {model.classes}, but the data ({config.data.name}) has {classes}"
         )
     heads = config.heads
-    if config.train.target_macs is not None and heads.revive is None:
-        heads = dataclasses.replace(heads, revive=REVIVE_UNDER_BUDGET)
+    if config.train.target_macs is not None and heads.kind == "relu" and heads.init is None:
+        heads = dataclasses.replace(heads, init=SPREAD)
     return create_model(
         model.name,
         classes=classes,
@@ -163,14 +164,13 @@ def model_options(model: ModelConfig) -> dict[str, Any]:
 def _make_heads(dim: int, backbone: Backbone, config: HeadsConfig) -> GateHeads | NoisyTopKHeads:
     init = {} if config.init is None else {"init": config.init}
     if config.kind == "relu":
-        revive = config.revive or 0.0
-        return GateHeads(dim, backbone.gate_widths, revive=revive, group=config.group, **init)
+        return GateHeads(dim, backbone.gate_widths, **init)
     return NoisyTopKHeads(dim, backbone.gate_widths, share=config.share, **init)
 
 
 def _residual(
     network: type[ResNet],
-    stages: Sequence[Stage],
+    stages: Sequence[ResNetStage],
     default_block: str,
     stem: Literal["cifar", "imagenet"],
     shortcut: Literal["pad", "conv"],

@@ -13,10 +13,10 @@ TINY_RUN = (
     "data.size=8",
     "model.widths=[4, 4, 4, 4, 4, 4, 4, 4, 4]",
     "embedding.widths=[4, 8]",
-    "embedding.temperature=[0.5, 2]",
     "train.epochs=2",
     "train.finetune_epochs=2",
     "train.batch_size=256",
+    "train.lr=0.1",
 )
 
 

@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zlib
@@ -12,9 +14,10 @@ from helpers import TINY_RUN
 from PIL import Image
 from safetensors.torch import save_file
 
+from deepmoe.checkpoint import load_checkpoint, save_checkpoint
 from deepmoe.cli import main
-from deepmoe.cli.common import print_table
 from deepmoe.config import load_config
+from deepmoe.console import print_table
 from deepmoe.registry import list_models
 from deepmoe.training.log import read_metrics
 
@@ -176,6 +179,113 @@ def test_a_run_survives_a_failed_overwrite(checkpoint) -> None:
     command = ["train", "quickstart", "--out", checkpoint.parent, "--overwrite", *QUICK]
     assert_refused(deepmoe(*command, "--set", "model.name=nope"), "nope")
     assert checkpoint.read_bytes() == content
+
+
+def test_one_bad_image_does_not_keep_others_from_an_answer(checkpoint, tmp_path) -> None:
+    good, bad = tmp_path / "[red]good.png", tmp_path / "bad\x1b[31m\n.png"
+    Image.new("L", (8, 8), 200).save(good)
+    bad.write_text("not an image")
+    missing = tmp_path / "missing.png"
+    result = deepmoe("predict", checkpoint, bad, good, missing)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert "[red]good.png" in result.stdout.replace("\n", "")  # no markup
+    errors = result.stderr.splitlines()
+    assert len(errors) == 2 and all(line.startswith("Error: cannot read image") for line in errors)
+    assert "bad\\x1b[31m\\n.png" in errors[0] and "missing.png" in errors[1]
+    result = deepmoe("predict", checkpoint, bad, good, missing, "--json")
+    first, second, third = json.loads(result.stdout)
+    assert result.exit_code == 2 and second["label"] in "0123456789"
+    assert first["image"] == str(bad) and "not an image" in first["error"]
+    assert "cannot read image" in third["error"]
+
+
+@pytest.mark.parametrize("verb", ["eval", "predict", "curve", "cut"])
+def test_weights_that_are_not_finite_are_refused(verb, checkpoint, tmp_path) -> None:
+    broken, image = tmp_path / "broken.safetensors", tmp_path / "image.png"
+    loaded = load_checkpoint(checkpoint)
+    loaded.model.backbone.fc.weight.data[0] = float("nan")
+    save_checkpoint(broken, loaded.model, loaded.config, loaded.info, loaded.state)
+    Image.new("L", (8, 8), 200).save(image)
+    extra = {"predict": [image], "cut": ["--macs", "0.5", "--out", tmp_path / "cut"]}
+    assert_refused(deepmoe(verb, broken, *extra.get(verb, [])), "fc.weight", "not finite")
+
+
+def test_outputs_that_are_not_finite_are_refused(checkpoint, tmp_path) -> None:
+    """Finite weights, but too large to compute with."""
+    broken, image = tmp_path / "broken.safetensors", tmp_path / "image.png"
+    loaded = load_checkpoint(checkpoint)
+    loaded.model.backbone.fc.weight.data.fill_(3e38)
+    save_checkpoint(broken, loaded.model, loaded.config, loaded.info, loaded.state)
+    Image.new("L", (8, 8), 200).save(image)
+    assert_refused(deepmoe("eval", broken), "outputs for 360 images are not finite")
+    result = deepmoe("predict", broken, image, "--json")
+    assert result.exit_code == 2 and "not finite" in json.loads(result.stdout)[0]["error"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_read_only_file_system_gets_one_sentence(checkpoint, tmp_path) -> None:
+    place = tmp_path / "read only"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "small", place]).returncode:
+        pytest.skip("this machine does not let us mount a file system")
+    try:
+        train = deepmoe("train", "quickstart", "--out", place / "run", *QUICK)
+        assert_refused(train, "cannot write to", "Read-only file system")
+        curve = deepmoe("curve", checkpoint, "--thresholds", "0", "--plot", place / "curve.png")
+        assert_refused(curve, "cannot write", "Read-only file system")
+        save = deepmoe("curve", checkpoint, "--thresholds", "0", "--save", place / "curve.json")
+        assert_refused(save, "cannot write", "Read-only file system")
+        cut = deepmoe("cut", checkpoint, "--macs", "0.5", "--out", place / "cut.safetensors")
+        assert_refused(cut, "cannot write", "Read-only file system")
+        assert_refused(deepmoe("quickstart", "--out", place / "run", *QUICK), "cannot write to")
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_the_command_alone_prints_its_help() -> None:
+    for arguments in ((), ("bench",)):
+        result = deepmoe(*arguments)
+        assert result.exit_code == 0 and result.stdout.startswith("Usage: ")
+        assert "Error" not in result.output
+
+
+def test_a_pipe_into_head_is_quiet() -> None:
+    command = f"{sys.executable} -m deepmoe models --json | head -n 1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert result.stdout == "[\n" and result.stderr == ""
+
+
+def test_a_batch_size_without_its_learning_rate_gets_a_warning(tmp_path) -> None:
+    settings = ["--set", "train.batch_size=128", "--set", "train.device=none"]
+    result = deepmoe("train", "quickstart", "--out", tmp_path / "run", *settings[:2], *OFF)
+    warning, error = result.stderr.splitlines()
+    assert warning == "Warning: train.lr = 0.1 is for batches of 64; for 128, set train.lr=0.2"
+    assert error.startswith("Error: ")
+    quiet = deepmoe("train", "quickstart", *settings[:2], "--set", "train.lr=0.2", *OFF)
+    assert_refused(quiet, "classes")
+
+
+OFF = ["--set", "model.classes=7"]  # a mistake that is told before anything is trained
+
+
+def test_quickstart_keeps_a_folder_that_holds_another_run(checkpoint, tmp_path) -> None:
+    content = checkpoint.read_bytes()
+    refused = deepmoe("quickstart", "--out", checkpoint.parent, *QUICK)
+    assert_refused(refused, "holds a run already")
+    assert sorted(p.name for p in checkpoint.parent.iterdir() if p.is_dir()) == []
+    (tmp_path / "deepmoe").mkdir()
+    shutil.copy(checkpoint, tmp_path / "deepmoe")
+    assert_refused(deepmoe("quickstart", "--out", tmp_path, *QUICK), "deepmoe holds a run already")
+    assert not (tmp_path / "dense").exists()
+    assert checkpoint.read_bytes() == content
+
+
+def test_a_lack_of_memory_gets_one_sentence(monkeypatch) -> None:
+    def fail(*arguments, **options):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1e12 bytes")
+
+    monkeypatch.setattr("deepmoe.registry.create_model", fail)
+    assert_refused(deepmoe("train", "quickstart", *QUICK), "not enough memory")
 
 
 def test_an_unknown_verb_gets_one_sentence_and_code_2() -> None:

@@ -11,7 +11,7 @@ from deepmoe.config import (
     preset_names,
 )
 from deepmoe.errors import UserError
-from deepmoe.structure import value_at
+from deepmoe.schema import value_at
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -26,7 +26,7 @@ def test_a_full_configuration_survives_being_printed(tmp_path) -> None:
     config = config_from_dict(
         {
             "model": {"widths": [1, 2], "gate_last": True, "block": "bottleneck-b", "gates": "all"},
-            "embedding": {"form": "latent", "widths": [3], "temperature": [1, 2]},
+            "embedding": {"form": "latent", "widths": [3]},
             "loss": {"sparsity": [[0, 0], [5, 1e-3]]},
         }
     )
@@ -77,11 +77,25 @@ def test_overrides_are_read_as_toml_and_else_as_text() -> None:
         (["model.widths=[1, -2]"], "model.widths: expected a name or a list of whole numbers"),
         (["loss.sparsity=[[3, 1], [2, 1]]"], "loss.sparsity: expected a number or points"),
         (["loss.sparsity=x"], "loss.sparsity: expected a number or points"),
-        (["embedding.temperature=[1]"], "embedding.temperature: expected a list of 2"),
         (["embedding.widths=[1, 'a']"], "embedding.widths: expected int, got 'a'"),
         (["data.scale=[2, 0.5]"], "data.scale must rise"),
-        (["train.random_threshold=-1"], "train.random_threshold must lie"),
-        (["train.random_threshold=1", "train.target_macs=0.5"], "would mislead train.target_macs"),
+        (["loss.sparsity=1e300"], r"loss.sparsity must lie from 0 to 1e\+12"),
+        (["loss.sparsity=[[nan, 1], [1, 2]]"], "loss.sparsity: expected a number or points"),
+        (["loss.sparsity=[[0, inf], [1, 2]]"], "loss.sparsity: expected a number or points"),
+        (["loss.embedding=-1"], "loss.embedding must lie"),
+        (["embedding.widths=[1000000000]"], "embedding.widths must lie from 1 to 100000"),
+        (["embedding.widths=[" + "8, " * 99 + "8]"], "embedding.widths has at most 16 numbers"),
+        (["train.seed=0x" + "f" * 5000], "train.seed"),
+        (["train.lr=1" + "0" * 400], "train.lr"),
+        (["data.mixup=0.2"], "data.mixup = 0.2 is gone: leave it out"),
+        (["heads.group=8"], "heads.group = 8 is gone: leave it out"),
+        (["heads.revive=0.1"], "heads.revive = 0.1 is gone"),
+        (["embedding.temperature=[1, 2]"], "embedding.temperature = .* is gone"),
+        (["train.budget_by_cost=true"], "train.budget_by_cost = True is gone"),
+        (["train.random_threshold=1"], "train.random_threshold = 1 is gone: .*deepmoe cut"),
+        (["schema=3"], "schema 3, of a later deepmoe; this one reads up to 2"),
+        (["schema=0"], "schema is the version"),
+        (["schema=true"], "schema is the version"),
         (["train.lr"], "--set takes key=value"),
         (["=1"], "--set takes key=value"),
     ],
@@ -102,6 +116,14 @@ def test_unreadable_presets_are_named(tmp_path) -> None:
     (tmp_path / "broken.toml").write_text("[train\n")
     with pytest.raises(UserError, match="not valid TOML"):
         load_config(tmp_path / "broken.toml")
+    for content in ("a = " + "[" * 100000, "a = " + "9" * 5000, "a = \0"):
+        (tmp_path / "broken.toml").write_text(content)
+        with pytest.raises(UserError, match="not valid TOML") as caught:
+            load_config(tmp_path / "broken.toml")
+        assert "\n" not in str(caught.value)
+    (tmp_path / "broken.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_config(tmp_path / "broken.toml")
 
 
 def test_schedules_are_joined_by_lines() -> None:
@@ -114,3 +136,23 @@ def test_the_dense_twin_differs_in_its_gates_alone() -> None:
     config = RunConfig(model=ModelConfig(name="vgg16"), loss=LossConfig(sparsity=1.0))
     assert config.dense.model.gates == "none"
     assert apply_overrides(config.dense, ["model.gates=inner"]) == config
+
+
+def test_settings_that_are_gone_are_dropped_where_they_asked_for_nothing() -> None:
+    gone = ["heads.group=1", "heads.revive=0.0", "data.mixup=0.0", "train.budget_by_cost=false"]
+    assert load_config("quickstart", [*gone, "train.random_threshold=0"]) == load_config(
+        "quickstart"
+    )
+
+
+def test_a_configuration_carries_its_version(tmp_path) -> None:
+    assert config_to_toml(load_config("quickstart")).startswith("schema = 2\n")
+    first = {"heads": {"group": 1, "revive": 0.0, "kind": "relu"}, "model": {"name": "vgg16"}}
+    assert config_from_dict(first) == config_from_dict({"schema": 2, "model": {"name": "vgg16"}})
+
+
+def test_what_is_only_used_may_have_been_trained_with_what_is_gone() -> None:
+    values = {"data": {"mixup": 0.5}, "train": {"random_threshold": 1.2}}
+    assert config_from_dict(values, used=True) == config_from_dict({})
+    with pytest.raises(UserError, match=r"data\.mixup"):
+        config_from_dict(values)

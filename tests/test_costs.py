@@ -2,7 +2,7 @@ import pytest
 import torch
 from helpers import counted_macs, random_gates
 
-from deepmoe.costs import active_share, count_costs, count_macs, expected_macs
+from deepmoe.costs import active_share, count_costs, count_macs, least
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, list_models, model_entry
@@ -113,33 +113,15 @@ def test_a_batch_gives_one_number_an_image() -> None:
     assert whole.tolist() == alone
 
 
-def test_expected_macs_is_the_mean_over_a_loader() -> None:
-    from deepmoe.config import HeadsConfig
-
-    model = create_model("resnet20", heads=HeadsConfig(init="normal(0, 1)"))
-    batches = [(torch.randn(n, 3, 16, 16), torch.zeros(n)) for n in (3, 2)]
-    expected = expected_macs(model, iter(batches))
-    assert model.training
-    model.eval()
-    each = torch.cat([count_macs(model, 16, model(x).gates) for x, _ in batches])
-    assert expected == pytest.approx(each.double().mean().item())
-    dense = create_model("resnet20", gates=None)
-    assert expected_macs(dense, batches) == count_macs(dense, 16)
-    with pytest.raises(ValueError, match="no images"):
-        expected_macs(model, [])
-
-
-def test_counting_leaves_frozen_parts_frozen() -> None:
-    model = create_model("resnet20").train()
-    model.embedding.eval()
-    expected_macs(model, [(torch.randn(2, 3, 16, 16), torch.zeros(2))])
-    assert model.backbone.training
-    assert not model.embedding.training
-
-
 def test_gates_and_sizes_that_do_not_fit_are_refused() -> None:
     backbone = create_model("resnet20").backbone
     with pytest.raises(UserError, match="gates of widths"):
         count_macs(backbone, 32, [])
     with pytest.raises(UserError, match="at least one pixel"):
         count_macs(backbone, 0)
+
+
+def test_bisection_finds_the_least_that_is_enough() -> None:
+    assert least(lambda x: x >= 0.3, 0.0, 1.0) == pytest.approx(0.3, abs=1e-8)
+    assert int(least(lambda x: int(x) >= 7, 0, 100)) == 7
+    assert least(lambda x: True, 2.0, 3.0) == 2.0

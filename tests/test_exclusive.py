@@ -27,7 +27,10 @@ def test_a_folder_is_free_once_its_process_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="in use by another process"), exclusive(folder):
+        with (
+            pytest.raises(UserError, match=f"is in use by process {process.pid} on "),
+            exclusive(folder),
+        ):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()

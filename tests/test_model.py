@@ -14,7 +14,7 @@ from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.registry import create_model
 
 KINDS = {
-    "classes": {"embedding": EmbeddingConfig(widths=(8, 8), temperature=(0.5, 2.0))},
+    "classes": {"embedding": EmbeddingConfig(widths=(8, 8))},
     "latent": {"embedding": EmbeddingConfig(form="latent", dim=6, widths=(8, 8))},
     "noisy-topk": {
         "embedding": EmbeddingConfig(widths=(8, 8)),

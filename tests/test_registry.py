@@ -80,7 +80,7 @@ def test_embedding_and_heads_follow_their_configuration() -> None:
         (lambda: create_model("resnet50", block="bottleneck-c"), "no block is named"),
         (lambda: create_model("resnet50", gates="some"), "gates are inner or all"),
         (lambda: create_model("vgg16", gates="some"), "gates of a VGG"),
-        (lambda: create_model("vgg16", classes=0), "from 1 to"),
+        (lambda: create_model("vgg16", classes=0), "from 2 to"),
     ],
 )
 def test_mistakes_are_named(call, message) -> None:

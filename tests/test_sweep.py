@@ -12,15 +12,13 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from deepmoe.checkpoint import CheckpointStore, TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.config import apply_overrides
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive
 from deepmoe.sweep import Grid, Run, read_grid, result_path, summary, sweep
 from deepmoe.sweep.grid import with_checkpoints
-from deepmoe.training import load_checkpoint
-from deepmoe.training.checkpoint import CheckpointStore, save_checkpoint
-from deepmoe.training.state import TrainState
 
 TINY = """
 preset = "quickstart"
@@ -272,7 +270,7 @@ def test_a_run_goes_on_from_the_networks_it_was_begun_with(swept, tmp_path: Path
 
 
 def test_two_sweeps_do_not_share_a_folder(swept, tmp_path: Path) -> None:
-    with exclusive(tmp_path), pytest.raises(UserError, match="in use by another process"):
+    with exclusive(tmp_path), pytest.raises(UserError, match="in use by this process"):
         sweep(swept[0], tmp_path, tmp_path / "results", command="test")
 
 

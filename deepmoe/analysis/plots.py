@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from deepmoe.analysis.statistics import activity_by_class
-from deepmoe.training.evaluate import GateRecord
+from deepmoe.evaluation import GateRecord
 
 MOST_CLASS_LABELS = 25
 

@@ -13,8 +13,7 @@ import deepmoe
 from deepmoe.analysis.plots import as_data_uri, gate_heatmap, loss_curves, macs_histogram
 from deepmoe.config import RunConfig, config_to_toml
 from deepmoe.costs import format_macs
-from deepmoe.training.evaluate import GateRecord
-from deepmoe.training.trainer import Result
+from deepmoe.evaluation import Evaluation, GateRecord, SegmentationEvaluation
 
 TABLE_HEADER = ("network", "accuracy", "mean MACs", "of dense MACs", "active channels")
 
@@ -24,7 +23,7 @@ class Contender:
     """One of the networks that a report compares."""
 
     name: str
-    result: Result
+    result: Evaluation | SegmentationEvaluation
     metrics: Sequence[dict[str, Any]]  # the lines of metrics.jsonl
 
     @property

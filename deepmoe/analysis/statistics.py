@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from deepmoe.training.evaluate import GateRecord
+from deepmoe.evaluation import GateRecord
 
 
 def activity_by_class(record: GateRecord) -> np.ndarray:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepmoe.errors import UserError
 from deepmoe.layers import Layer
-from deepmoe.ops import max_pool, onto_stream
+from deepmoe.ops import add_to_stream, max_pool
 
 
 class Runner(Protocol):
@@ -73,6 +73,10 @@ class Backbone(nn.Module, ABC):
     @abstractmethod
     def layers(self, height: int, width: int) -> list[Layer]:
         """Every convolution and linear layer, for an input of this size."""
+
+    def additions(self) -> list[tuple[str, str]]:
+        """Paths of two convolutions, neither with a ReLU of its own, that are added up at once."""
+        return []
 
     @abstractmethod
     def resized(self, gate_widths: Sequence[int]) -> Self:
@@ -142,7 +146,7 @@ class ModuleRunner(Runner):
     def convolve_onto(
         self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
     ) -> Tensor:
-        return onto_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
+        return add_to_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         return self.backbone.get_submodule(path)(x)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepmoe.backbones.base import Runner
-from deepmoe.backbones.resnet import ResNet, Stage
+from deepmoe.backbones.resnet import ResNet, ResNetStage
 from deepmoe.layers import Layer, conv_layer
 
 
@@ -23,11 +23,11 @@ class DRN(ResNet):
         return conv_layer("fc", self.fc, size)
 
 
-def drn_a_50_stages() -> list[Stage]:
+def drn_a_50_stages() -> list[ResNetStage]:
     """ResNet-50 with the last two stages dilated instead of strided: output stride 8."""
     return [
-        Stage(3, 64),
-        Stage(4, 128, stride=2),
-        Stage(6, 256, dilation=2),
-        Stage(3, 512, dilation=4),
+        ResNetStage(3, 64),
+        ResNetStage(4, 128, stride=2),
+        ResNetStage(6, 256, dilation=2),
+        ResNetStage(3, 512, dilation=4),
     ]

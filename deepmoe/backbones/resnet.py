@@ -33,7 +33,7 @@ BLOCKS = {
 
 
 @dataclass(frozen=True)
-class Stage:
+class ResNetStage:
     """A run of blocks that share one width; the first block carries the stride."""
 
     blocks: int
@@ -47,7 +47,7 @@ class ResNetSpec:
     """A residual network as plain data."""
 
     block: str
-    stages: tuple[Stage, ...]
+    stages: tuple[ResNetStage, ...]
     widths: tuple[tuple[int, ...], ...]  # for each block, the output width of its convolutions
     classes: int
     gates: Literal["inner", "all"] = "inner"
@@ -236,6 +236,13 @@ class ResNet(Backbone):
         assert isinstance(self.fc, nn.Linear)
         return linear_layer("fc", self.fc)
 
+    def additions(self) -> list[tuple[str, str]]:
+        return [
+            (f"{path}.shortcut", f"{path}.convs.{len(block.convs) - 1}")
+            for path, block in self.blocks()
+            if isinstance(block.shortcut, GatedConv)
+        ]
+
     def resized(self, gate_widths: Sequence[int]) -> Self:
         new = iter(gate_widths)
         widths = tuple(
@@ -256,7 +263,7 @@ class ResNet(Backbone):
 
 
 def make_spec(
-    stages: Sequence[Stage],
+    stages: Sequence[ResNetStage],
     classes: int,
     *,
     block: str,
@@ -313,19 +320,23 @@ def make_spec(
     )
 
 
-def cifar_stages(depth: int) -> list[Stage]:
+def cifar_stages(depth: int) -> list[ResNetStage]:
     """Stages of ResNet-20, -32, -44, -56 and -110: three, of widths 16, 32 and 64."""
     blocks = (depth - 2) // 6
-    return [Stage(blocks, 16), Stage(blocks, 32, stride=2), Stage(blocks, 64, stride=2)]
+    return [
+        ResNetStage(blocks, 16),
+        ResNetStage(blocks, 32, stride=2),
+        ResNetStage(blocks, 64, stride=2),
+    ]
 
 
 IMAGENET_DEPTHS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
 
-def imagenet_stages(depth: int) -> list[Stage]:
+def imagenet_stages(depth: int) -> list[ResNetStage]:
     """Stages of ResNet-18, -34, -50 and -101: four, of widths 64 to 512."""
     counts = IMAGENET_DEPTHS[depth]
-    return [Stage(n, 64 * 2**s, stride=1 if s == 0 else 2) for s, n in enumerate(counts)]
+    return [ResNetStage(n, 64 * 2**s, stride=1 if s == 0 else 2) for s, n in enumerate(counts)]
 
 
 def torchvision_state(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from deepmoe.backbones import Backbone, Runner
 from deepmoe.bench.subjects import Subject
+from deepmoe.cuda_graphs import GraphCache, Work
 from deepmoe.model import DeepMoE, DeepMoEOutput
-from deepmoe.ops import is_half, onto_stream
-from deepmoe.sparse import sparsify
+from deepmoe.ops import add_to_stream, is_half
+from deepmoe.sparse import Plan, sparsify
 from deepmoe.sparse.convolution import convolve_plainly
 from deepmoe.sparse.folding import FoldedLayer, fold
-from deepmoe.sparse.graphs import GraphCache, Work
-from deepmoe.sparse.routes import parts_by_route
+from deepmoe.sparse.route_groups import parts_by_route
 from deepmoe.sparse.runners import FixedRunner, layers_of_route
 from deepmoe.timing import timed
 
@@ -32,7 +32,7 @@ Call = Callable[[], Tensor]
 
 def bench_sparse(
     subject: Subject, *, dtype: torch.dtype, rounds: int = 15, compile_dense: bool = True
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Plan]:
     """Times inference of a batch, interleaved in one process.
 
     Args:
@@ -48,6 +48,7 @@ def bench_sparse(
         run in their best memory format, with `torch.compile` or without, whatever is fastest.
         `_packed_ms` are the same networks by the engine's own fused calls, for a comparison of
         channels alone; `masked_ms` is the gated model itself, as it runs without the engine.
+        And the plan that the engine has come to.
     """
     # PyTorch limits how often one function is compiled, but here that is all it does.
     with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=1000):
@@ -56,7 +57,7 @@ def bench_sparse(
         errors, rerouted = zip(*runs.differences(), strict=True)
     medians = {f"{name}_ms": 1e3 * statistics.median(t) for name, t in seconds.items()}
     images = subject.images
-    return {
+    values = {
         **medians,
         "codebook_ms": medians.get("codebook_ms"),
         "spread_ms": {name: [1e3 * min(t), 1e3 * max(t)] for name, t in seconds.items()},
@@ -74,6 +75,7 @@ def bench_sparse(
         "rounds": rounds,
         "peak_memory_mb": _peak_memory(images.device) / 1e6,
     }
+    return values, runs.plan
 
 
 class _Contenders:
@@ -107,6 +109,11 @@ class _Contenders:
         if subject.coded is not None:
             self.coded = sparsify(subject.coded, dtype=dtype)
             self._add_sparse("codebook", self.coded)
+
+    @property
+    def plan(self) -> Plan:
+        """Which ways the engine has found to be fastest."""
+        return self.dynamic.plan if self.coded is None else self.dynamic.plan | self.coded.plan
 
     def differences(self) -> Iterable[tuple[float, int]]:
         """Each sparse model's largest relative error, and how many images it routes differently."""
@@ -188,7 +195,7 @@ class PlainRunner(Runner):
     def convolve_onto(
         self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
     ) -> Tensor:
-        return onto_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
+        return add_to_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         layer = self.layers[path]

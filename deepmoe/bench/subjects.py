@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from deepmoe.backbones import Backbone
-from deepmoe.bench.routes import routes_as_codebook, set_routes
+from deepmoe.bench.random_routes import routes_as_codebook, set_routes
+from deepmoe.checkpoint import load_checkpoint
 from deepmoe.config import EmbeddingConfig, apply_overrides
 from deepmoe.data import open_data
 from deepmoe.data.interface import Loader
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, model_entry, model_from_config
-from deepmoe.training import learn_codebook, load_checkpoint
+from deepmoe.training import learn_codebook
 
 
 @dataclass(frozen=True)

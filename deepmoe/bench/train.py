@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from lightning_fabric import Fabric
 
+from deepmoe.checkpoint import CheckpointStore, TrainState
 from deepmoe.config import RunConfig
 from deepmoe.data import DataSource, open_data
 from deepmoe.timing import timed
-from deepmoe.training.checkpoint import CheckpointStore
 from deepmoe.training.distributed import make_fabric
-from deepmoe.training.schedules import Stage, stages
-from deepmoe.training.state import TrainState
+from deepmoe.training.schedules import TrainingStage, stages
 from deepmoe.training.step import GraphedStep
-from deepmoe.training.trained import load_teacher
+from deepmoe.training.teachers import load_teachers
 from deepmoe.training.trainer import Trainer, make_model, make_optimizer
 
 PHASE_BATCHES = 30
@@ -84,14 +83,19 @@ class _Contender:
     """One kind of training, ready to run epochs."""
 
     def __init__(
-        self, config: RunConfig, fabric: Fabric, data: DataSource, stage: Stage, folder: Path
+        self,
+        config: RunConfig,
+        fabric: Fabric,
+        data: DataSource,
+        stage: TrainingStage,
+        folder: Path,
     ) -> None:
         model = make_model(config, data.info.classes, fabric.device)
         optimizer = make_optimizer(model, config)
         store = CheckpointStore(folder, keep=0)
-        teacher = load_teacher(model, data.info, config)
+        teachers = load_teachers(model, data.info, config)
         self.trainer = Trainer(
-            config, fabric, model, optimizer, data, store, None, TrainState(), teacher
+            config, fabric, model, optimizer, data, store, None, TrainState(), teachers
         )
         self.stage = stage
         self.step = self.trainer.prepare(stage)

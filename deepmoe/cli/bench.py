@@ -1,6 +1,8 @@
 """`deepmoe bench`: speed, as ratios from one interleaved run."""
 
+import functools
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,10 @@ from deepmoe.cli.common import (
     json_option,
     parse_numbers,
     parse_size,
-    print_table,
     save_option,
     set_option,
 )
+from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
 ROUNDS = 15  # timed runs, unless asked for others
@@ -48,7 +50,7 @@ def bench_train_verb(
         command = f"deepmoe bench train {preset}{changes} --rounds {rounds}"
         write_result(save, values, command=command, seed=config.train.seed, device=values["device"])
     if as_json:
-        click.echo(json.dumps(values, indent=2))
+        say(json.dumps(values, indent=2))
         return
     ratios = {"dense": 1.0, **values["ratio_to_dense"]}
     rows = [
@@ -76,7 +78,7 @@ def bench_input_verb(root: str | None, images: int, as_json: bool, save: Path | 
         command = f"deepmoe bench input --images {images}"
         write_result(save, values, command=command, seed=0, device="cpu")
     if as_json:
-        click.echo(json.dumps(values, indent=2))
+        say(json.dumps(values, indent=2))
     else:
         print_table(("", ""), [(key, str(value)) for key, value in values.items()])
 
@@ -93,6 +95,9 @@ def bench_input_verb(root: str | None, images: int, as_json: bool, save: Path | 
 @click.option("--input", "size", metavar="PX", help="Pixels a side, or HEIGHTxWIDTH.")
 @click.option("--rounds", type=int, default=ROUNDS, show_default=True, help="Timed runs of each.")
 @click.option("--compile/--no-compile", "compile_dense", default=True, help="For dense networks.")
+@click.option(
+    "--save-plan", type=click.Path(path_type=Path), help="Write down which ways were fastest."
+)
 @json_option
 @save_option
 def bench_sparse_verb(
@@ -107,6 +112,7 @@ def bench_sparse_verb(
     size: str | None,
     rounds: int,
     compile_dense: bool,
+    save_plan: Path | None,
     as_json: bool,
     save: Path | None,
 ) -> None:
@@ -114,14 +120,17 @@ def bench_sparse_verb(
 
     A name gives an untrained network with random gates; a checkpoint its own gates, on images of
     its own data or of what --set data... names. Lists of densities and batches, with commas, give
-    a table of all combinations.
+    a table of all combinations. A saved plan is for sparsify(model, plan=FILE).
     """
     import torch
 
     from deepmoe.bench.sparse import bench_sparse
     from deepmoe.bench.subjects import Subject, trained_subject, untrained_subject
+    from deepmoe.config import ModelConfig
+    from deepmoe.devices import choose_device
+    from deepmoe.registry import model_options
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(device).type
     trained = Path(model).is_file()
     densities = [None] if trained else parse_numbers("--density", density, float)
     batches = parse_numbers("--batch", batch, int)
@@ -140,15 +149,19 @@ def bench_sparse_verb(
             codes=codes,
             size=None if size is None else parse_size(size),
             device=device,
-            options={"wide": wide, **({"block": block} if block else {})},
+            options=model_options(ModelConfig(wide=wide, block=block)),  # type: ignore[arg-type]
         )
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    measured = [
+    results = [
         bench_sparse(subject(d, b), dtype=dtype, rounds=rounds, compile_dense=compile_dense)
         for d in densities
         for b in batches
     ]
+    measured = [values for values, _ in results]
+    if save_plan is not None:
+        plans = [plan for _, plan in results]
+        functools.reduce(operator.or_, plans).save(save_plan)
     values = measured[0] if len(measured) == 1 else measured
     if save is not None:
         from deepmoe.results import write_result
@@ -167,7 +180,7 @@ def bench_sparse_verb(
         command += "" if compile_dense else " --no-compile"
         write_result(save, values, command=command, seed=0, device=device)
     if as_json:
-        click.echo(json.dumps(values, indent=2))
+        say(json.dumps(values, indent=2))
         return
     for one in measured:
         _print_sparse(one)
@@ -187,7 +200,7 @@ def _print_sparse(values: dict[str, Any]) -> None:
         for name in names
     ]
     print_table(("network", "ms", "times as fast as dense wide"), rows)
-    click.echo(
+    say(
         f"density {values['density']:.2f}, batch {values['batch']}, {values['routes']} routes, "
         f"largest error {values['max_error']:.1e}"
         + (f", {values['rerouted']} images on another route" if values["rerouted"] else "")

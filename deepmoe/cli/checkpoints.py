@@ -1,9 +1,11 @@
 """The verbs that take a checkpoint."""
 
 import dataclasses
+import io
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -12,17 +14,17 @@ from deepmoe.cli.common import (
     json_option,
     parse_numbers,
     print_evaluation,
-    print_table,
     save_option,
     set_option,
 )
+from deepmoe.console import complain, print_table, say
 from deepmoe.errors import UserError
 
 if TYPE_CHECKING:
-    from lightning_fabric import Fabric
+    import torch
 
+    from deepmoe.checkpoint import Checkpoint
     from deepmoe.data import DataSource
-    from deepmoe.training.checkpoint import Checkpoint
 
 sparse_option = click.option(
     "--sparse", is_flag=True, help="Run only the channels that the gates ask for."
@@ -40,20 +42,21 @@ def evaluate_checkpoint(
     """Evaluate CHECKPOINT on the data it was trained for, or on what --set data... names."""
     import torch
 
-    from deepmoe.training.trainer import evaluate_on
+    from deepmoe.evaluation import evaluate_on
 
-    loaded, data, fabric = _open_for_evaluation(checkpoint, overrides)
+    opened = _open(checkpoint, overrides)
+    model, data = opened.checkpoint.model, opened.data
     if sparse:
         from deepmoe.sparse import sparsify
 
-        half = "bf16" in str(fabric._precision.precision)
-        result = evaluate_on(sparsify(loaded.model, dtype=torch.bfloat16 if half else None), data)
+        half = opened.precision == "bf16-mixed"
+        model = sparsify(model, dtype=torch.bfloat16 if half else None)
+        result = evaluate_on(model, data.info, data.evaluation)
     else:
-        with fabric.autocast():
-            result = evaluate_on(loaded.model, data)
+        with opened.autocast():
+            result = evaluate_on(model, data.info, data.evaluation)
     if as_json:
-        values = result.as_dict() | {"evaluated_on": data.evaluation_name}
-        click.echo(json.dumps(values, indent=2))
+        say(json.dumps(result.as_dict() | {"evaluated_on": data.evaluation_name}, indent=2))
     else:
         print_evaluation(result)
 
@@ -83,18 +86,20 @@ def curve(
     save: Path | None,
 ) -> None:
     """Accuracy against cost of one CHECKPOINT: closes its small gates, more and more of them."""
+    from deepmoe.evaluation import cost_curve
+    from deepmoe.files import write_atomically
     from deepmoe.results import write_result
-    from deepmoe.training.curve import cost_curve
 
     levels = parse_numbers("--thresholds", thresholds, float)
     if not all(level >= 0 for level in levels):  # nan is not, either
         raise UserError("--thresholds must not be negative")
     if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
         raise UserError(f"--plot takes a .png in a folder that is there, not {plot}")
-    loaded, data, fabric = _open_for_evaluation(checkpoint, overrides)
+    opened = _open(checkpoint, overrides)
+    loaded, data = opened.checkpoint, opened.data
     if data.info.task != "classification":
         raise UserError("curve takes models that classify images")
-    with fabric.autocast():
+    with opened.autocast():
         refit = data.train if refit_norms else None
         points = cost_curve(loaded.model, data.evaluation, levels, refit)
     values = [{"threshold": p.threshold, **p.result.as_dict()} for p in points]
@@ -102,15 +107,16 @@ def curve(
         changes = as_typed(overrides)
         refitted = " --refit-norms" * refit_norms
         command = f"deepmoe curve {checkpoint.name} --thresholds {thresholds}{refitted}{changes}"
-        write_result(
-            save, values, command=command, seed=loaded.config.train.seed, device=fabric.device
-        )
+        seed = loaded.config.train.seed
+        write_result(save, values, command=command, seed=seed, device=opened.device)
     if plot is not None:
         from deepmoe.analysis.plots import cost_curve_plot
 
-        cost_curve_plot({checkpoint.stem: values}).savefig(plot)
+        drawn = io.BytesIO()
+        cost_curve_plot({checkpoint.stem: values}).savefig(drawn, format="png")
+        write_atomically(plot, drawn.getvalue())
     if as_json:
-        click.echo(json.dumps(values, indent=2))
+        say(json.dumps(values, indent=2))
         return
     rows = []
     for p in points:
@@ -132,27 +138,25 @@ def curve(
 def cut(
     checkpoint: Path, share: float, out: Path, overrides: tuple[str, ...], as_json: bool
 ) -> None:
-    """Make a cheaper model of CHECKPOINT: closes its small gates, measures its norms anew."""
-    from deepmoe.training.checkpoint import save_checkpoint
-    from deepmoe.training.curve import cut_to
-    from deepmoe.training.evaluate import evaluate
+    """Make a cheaper model of CHECKPOINT: its least important channels go, norms are refitted."""
+    from deepmoe.checkpoint import save_checkpoint
+    from deepmoe.evaluation import cut_to, evaluate
 
     if out.is_dir() or out.resolve() == checkpoint.resolve():
         raise UserError(f"--out takes a file besides the checkpoint, not {out}")
-    loaded, data, fabric = _open_for_evaluation(checkpoint, overrides)
+    opened = _open(checkpoint, overrides)
+    loaded, data = opened.checkpoint, opened.data
     if data.info.task != "classification":
         raise UserError("cut takes models that classify images")
-    with fabric.autocast():
-        size, images = data.info.size, data.calibration
-        small, threshold = cut_to(loaded.model, size, share, images, data.train)
+    with opened.autocast():
+        small = cut_to(loaded.model, data.info.size, share, data.calibration, data.train)
         result = evaluate(small, data.evaluation)
     save_checkpoint(out, small, loaded.config, loaded.info, loaded.state)
     if as_json:
-        values = {"threshold": threshold, **result.as_dict()}
-        click.echo(json.dumps(values | {"evaluated_on": data.evaluation_name}, indent=2))
+        say(json.dumps(result.as_dict() | {"evaluated_on": data.evaluation_name}, indent=2))
         return
     print_evaluation(result)
-    click.echo(f"checkpoint: {out}")
+    say(f"checkpoint: {out}")
 
 
 @click.command()
@@ -161,35 +165,58 @@ def cut(
 @sparse_option
 @json_option
 def predict(checkpoint: Path, images: tuple[Path, ...], sparse: bool, as_json: bool) -> None:
-    """Classify IMAGES with CHECKPOINT, and tell what each one cost."""
+    """Classify IMAGES with CHECKPOINT, and tell what each one cost.
+
+    An image that can't be read is told; the others are answered all the same.
+    """
+    from deepmoe.checkpoint import load_checkpoint
     from deepmoe.costs import format_macs
-    from deepmoe.training import load_checkpoint
-    from deepmoe.training import predict as predict_images
+    from deepmoe.evaluation import Prediction, Unanswered
+    from deepmoe.evaluation import predict as predict_images
 
     loaded = load_checkpoint(checkpoint)
     if sparse:
-        from deepmoe.sparse import sparsify
+        from deepmoe.sparse import Plan, sparsify
 
-        loaded = dataclasses.replace(loaded, model=sparsify(loaded.model))
-    predictions = predict_images(loaded, images)
+        # A few images are not worth the time that it takes to find the fastest way.
+        loaded = dataclasses.replace(loaded, model=sparsify(loaded.model, plan=Plan()))
+    answers = predict_images(loaded, images)
+    predictions = [a for a in answers if isinstance(a, Prediction)]
+    unanswered = [a for a in answers if isinstance(a, Unanswered)]
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(p) for p in predictions], indent=2))
-        return
-    rows = [
-        (p.image, p.label, f"{p.probability:.1%}", format_macs(p.macs), f"{p.active:.1%}")
-        for p in predictions
-    ]
-    print_table(("image", "class", "probability", "MACs", "active channels"), rows)
+        say(json.dumps([dataclasses.asdict(a) for a in answers], indent=2))
+    elif predictions:
+        rows = [
+            (p.image, p.label, f"{p.probability:.1%}", format_macs(p.macs), f"{p.active:.1%}")
+            for p in predictions
+        ]
+        print_table(("image", "class", "probability", "MACs", "active channels"), rows)
+    for answer in unanswered[:-1]:
+        complain(f"Error: {answer.error}")
+    if unanswered:
+        raise UserError(unanswered[-1].error)
 
 
-def _open_for_evaluation(
-    checkpoint: Path, overrides: tuple[str, ...]
-) -> "tuple[Checkpoint, DataSource, Fabric]":
+class _Opened(NamedTuple):
     """A checkpoint, its model on the device to use, and the data to evaluate it on."""
+
+    checkpoint: "Checkpoint"
+    data: "DataSource"
+    device: "torch.device"
+    precision: str
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """What the model runs under."""
+        from deepmoe.devices import autocast
+
+        return autocast(self.device, self.precision)
+
+
+def _open(checkpoint: Path, overrides: tuple[str, ...]) -> _Opened:
+    from deepmoe.checkpoint import load_checkpoint
     from deepmoe.config import apply_overrides
     from deepmoe.data import open_data
-    from deepmoe.training import load_checkpoint
-    from deepmoe.training.distributed import make_fabric
+    from deepmoe.devices import choose_device, choose_precision
 
     for item in overrides:
         if not item.startswith(("data.", "train.device", "train.precision")):
@@ -198,8 +225,8 @@ def _open_for_evaluation(
             )
     loaded = load_checkpoint(checkpoint)
     config = apply_overrides(loaded.config, overrides)
-    fabric = make_fabric(config.train)
+    device = choose_device(config.train.device)
     batch_size = config.train.batch_size
-    data = open_data(config.data, batch_size=batch_size, device=fabric.device, info=loaded.info)
-    loaded.model.to(fabric.device)
-    return loaded, data, fabric
+    data = open_data(config.data, batch_size=batch_size, device=device, info=loaded.info)
+    loaded.model.to(device)
+    return _Opened(loaded, data, device, choose_precision(config.train.precision, device))

@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deepmoe.console import print_table
 from deepmoe.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from deepmoe.training.trainer import Result
-
-LOG_WIDTH = 200  # a log has no edge to keep to
+    from deepmoe.evaluation import Evaluation, SegmentationEvaluation
 
 set_option = click.option(
     "--set",
@@ -63,24 +62,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
-def print_table(header: "Sequence[str]", rows: "Iterable[Sequence[str]]") -> None:
-    """Prints rows under a header, the first column to the left."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_header=any(header), pad_edge=False, padding=(0, 1))
-    for i, title in enumerate(header):
-        table.add_column(title, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=LOG_WIDTH)
-    console.print(table, highlight=False)
-
-
-def print_evaluation(result: "Result") -> None:
+def print_evaluation(result: "Evaluation | SegmentationEvaluation") -> None:
     """Prints how good a model is, and what it costs."""
     from deepmoe.costs import format_macs
 

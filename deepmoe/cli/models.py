@@ -5,7 +5,8 @@ import json
 
 import click
 
-from deepmoe.cli.common import json_option, parse_size, parse_widths, print_table, set_option
+from deepmoe.cli.common import json_option, parse_size, parse_widths, set_option
+from deepmoe.console import print_table, say
 
 
 @click.command()
@@ -45,7 +46,7 @@ def macs(
         **costs,
     }
     if as_json:
-        click.echo(json.dumps(values, indent=2))
+        say(json.dumps(values, indent=2))
     else:
         rows = [(key, f"{v:,}" if isinstance(v, int) else str(v)) for key, v in values.items()]
         print_table(("", ""), rows)
@@ -59,7 +60,7 @@ def models(as_json: bool) -> None:
 
     listed = zoo_costs()
     if as_json:
-        click.echo(json.dumps(listed, indent=2))
+        say(json.dumps(listed, indent=2))
         return
     rows = [
         (
@@ -84,7 +85,7 @@ def config(preset: str | None, overrides: tuple[str, ...]) -> None:
     from deepmoe.config import config_to_toml, load_config, preset_comment, preset_names
 
     if preset is None:
-        click.echo("\n".join(preset_names()))
+        say("\n".join(preset_names()))
     else:
         resolved = config_to_toml(load_config(preset, overrides))
-        click.echo(preset_comment(preset) + resolved, nl=False)
+        say(preset_comment(preset) + resolved, end="")

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import click
 
-from deepmoe.cli.common import as_typed, json_option, print_table, set_option
+from deepmoe.cli.common import as_typed, json_option, set_option
+from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
 SHOWN = {  # key: title
@@ -55,7 +56,7 @@ def sweep(
     header = ["run", "seeds", *(SHOWN[key] for key in shown)]
     write_atomically(folder / "table.md", f"{markdown_table(header, cells)}\n".encode())
     if as_json:
-        click.echo(json.dumps(rows, indent=2))
+        say(json.dumps(rows, indent=2))
     else:
         print_table(header, cells)
     if not complete:

@@ -1,11 +1,16 @@
 """The verbs that train."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from deepmoe.cli.common import print_evaluation, print_table, set_option
+from deepmoe.cli.common import print_evaluation, set_option
+from deepmoe.console import complain, print_table, say
 from deepmoe.errors import UserError
+
+if TYPE_CHECKING:
+    from deepmoe.config import RunConfig
 
 out_option = click.option(
     "--out", type=click.Path(path_type=Path), help="Folder of the run. [default: runs/PRESET]"
@@ -33,9 +38,9 @@ def train(
     from deepmoe.config import load_config
     from deepmoe.training import fit
 
-    if resume and overwrite:
-        raise UserError("--resume and --overwrite contradict each other")
+    _check_choice(resume, overwrite)
     config = load_config(preset, overrides)
+    _warn_of_batch_size(preset, config, overrides)
     result = fit(
         config,
         out or _default_out(preset),
@@ -45,23 +50,45 @@ def train(
         nodes=nodes,
     )
     print_evaluation(result.evaluation)
-    click.echo(f"checkpoint: {result.checkpoint}")
+    say(f"checkpoint: {result.checkpoint}")
 
 
 @click.command()
 @set_option
 @out_option
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoints.")
-def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool) -> None:
+@click.option("--overwrite", is_flag=True, help="Replace runs that are in the folder already.")
+def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overwrite: bool) -> None:
     """Train a small DeepMoE and its dense twin on built-in data, and write a report."""
     from deepmoe.analysis.report import TABLE_HEADER
     from deepmoe.config import load_config
     from deepmoe.quickstart import REPORT_NAME, train_with_twin
 
+    _check_choice(resume, overwrite)
     folder = out or _default_out("quickstart")
-    contenders = train_with_twin(load_config("quickstart", overrides), folder, resume=resume)
+    config = load_config("quickstart", overrides)
+    contenders = train_with_twin(config, folder, resume=resume, overwrite=overwrite)
     print_table(TABLE_HEADER, [contender.row for contender in contenders])
-    click.echo(f"report: {folder / REPORT_NAME}")
+    say(f"report: {folder / REPORT_NAME}")
+
+
+def _check_choice(resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite contradict each other")
+
+
+def _warn_of_batch_size(preset: str, config: "RunConfig", overrides: tuple[str, ...]) -> None:
+    """A learning rate fits a batch size: whoever changes one alone is told of the other."""
+    from deepmoe.config import load_config
+
+    usual = load_config(preset).train
+    batch, rate = config.train.batch_size, config.train.lr
+    if batch != usual.batch_size and not any(item.startswith("train.lr=") for item in overrides):
+        fitting = rate * batch / usual.batch_size
+        complain(
+            f"Warning: train.lr = {rate:g} is for batches of {usual.batch_size}; "
+            f"for {batch}, set train.lr={fitting:.3g}"
+        )
 
 
 def _default_out(preset: str) -> Path:

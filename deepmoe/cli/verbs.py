@@ -10,7 +10,10 @@ from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint, predict
 from deepmoe.cli.models import config, macs, models
 from deepmoe.cli.sweep import sweep
 from deepmoe.cli.training import quickstart, train
-from deepmoe.errors import UserError
+from deepmoe.console import complain, drop_output, say
+from deepmoe.errors import OutputClosed, UserError
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class Verbs(click.Group):
@@ -19,13 +22,30 @@ class Verbs(click.Group):
     def main(self, *arguments: Any, **options: Any) -> Any:
         try:
             return super().main(*arguments, **{**options, "standalone_mode": False})
+        except click.exceptions.NoArgsIsHelpError as error:
+            assert error.ctx is not None
+            say(error.ctx.get_help())
+            sys.exit(0)
+        except OutputClosed as error:
+            drop_output()
+            message, code = "" if error.quiet else str(error), error.exit_code
         except UserError as error:
             message, code = str(error), error.exit_code
         except click.ClickException as error:
             message, code = error.format_message(), error.exit_code
-        except click.Abort:
+        except (click.Abort, KeyboardInterrupt):
             message, code = "interrupted", 130
-        click.echo(f"Error: {message}", err=True)
+        except OSError as error:
+            place = f"{error.filename}: " if error.filename is not None else ""
+            message, code = f"{place}{error.strerror or error}", 2
+        except (RuntimeError, MemoryError) as error:
+            # PyTorch has no class of its own for a lack of the processor's memory.
+            lacking = isinstance(error, MemoryError) or any(t in str(error) for t in OUT_OF_MEMORY)
+            if not lacking:
+                raise
+            message, code = "there is not enough memory for this: try a smaller batch or model", 2
+        if message:
+            complain(f"Error: {message}")
         sys.exit(code)
 
 

@@ -54,6 +54,12 @@ class RouteCodebook(nn.Module):
         codes_BC = self.codes[self.nearest(gates)].to(gates[0].dtype)
         return codes_BC.split(self.widths, dim=1)
 
+    @torch.no_grad()
+    def close(self, channels: Tensor) -> None:
+        """Closes these channels, counted over all layers, in every code."""
+        self.codes[:, channels] = 0.0
+        _derive(self)
+
     @staticmethod
     def scales(gates_BC: Tensor, widths: Sequence[int]) -> Tensor:
         """The mean positive gate of each layer, or 1 where it has none; one number a channel."""

@@ -1,6 +1,5 @@
 """The shallow embedding network: one look at the image, mixture weights for every layer."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,8 +21,6 @@ class ShallowEmbedding(nn.Module):
             free mixture weights and a linear classifier on top of them.
         dim: number of mixture weights of the `latent` form.
         widths: output channels of each convolution; four for 32 px, five for 224 px.
-        temperature: in training, divide the logits of each image by a temperature drawn
-            log-uniformly from this range; in evaluation the temperature is 1.
         task_gradient: whether it also learns through what is made of the mixture weights. If not,
             the base network can't use it to know its training images by heart.
     """
@@ -35,7 +32,6 @@ class ShallowEmbedding(nn.Module):
         form: str = "classes",
         dim: int = 32,
         widths: tuple[int, ...] = CIFAR_WIDTHS,
-        temperature: tuple[float, float] | None = None,
         task_gradient: bool = True,
     ) -> None:
         super().__init__()
@@ -43,10 +39,7 @@ class ShallowEmbedding(nn.Module):
             raise UserError(f"the embedding's form is classes or latent, not {form!r}")
         if not widths or min(widths) < 1:
             raise UserError(f"the embedding needs widths of at least 1, not {list(widths)}")
-        if temperature is not None and not 0 < temperature[0] <= temperature[1]:
-            raise UserError(f"the temperature range must rise from above 0, not {temperature}")
         self.form = form
-        self.temperature = temperature
         self.task_gradient = task_gradient
         self.dim = classes if form == "classes" else dim
         inputs = (3, *widths[:-1])
@@ -69,7 +62,7 @@ class ShallowEmbedding(nn.Module):
         """The same, from what the convolutions give."""
         z_BD = self.project(features_BCHW.mean(dim=(2, 3)))
         # At least in single precision: what the gates are made of must not be coarse.
-        e_BD = F.softmax(at_least_single(z_BD) / self._temperatures(z_BD), dim=-1)
+        e_BD = F.softmax(at_least_single(z_BD), dim=-1)
         logits = z_BD
         if self.form == "latent":
             logits = self.classifier(e_BD.to(self.project.weight.dtype))
@@ -86,10 +79,3 @@ class ShallowEmbedding(nn.Module):
         if isinstance(self.classifier, nn.Linear):
             found.append(linear_layer("classifier", self.classifier))
         return found
-
-    def _temperatures(self, z_BD: Tensor) -> Tensor | float:
-        if not self.training or self.temperature is None:
-            return 1.0
-        low, high = self.temperature
-        draw = torch.rand(z_BD.shape[0], 1, device=z_BD.device, dtype=z_BD.dtype)
-        return low * (high / low) ** draw

@@ -24,56 +24,34 @@ class GateHeads(nn.Module):
         dim: number of mixture weights.
         widths: channels of each gated convolution.
         init: see `initialise`.
-        revive: share of its gradient that a closed gate still gets, so that it can open again;
-            0 is plain ReLU.
-        group: channels that share one gate: neighbours, within a layer.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        widths: Sequence[int],
-        *,
-        init: str = "ones",
-        revive: float = 0.0,
-        group: int = 1,
-    ) -> None:
+    def __init__(self, dim: int, widths: Sequence[int], *, init: str = "ones") -> None:
         super().__init__()
         self.widths = list(widths)
-        self.rows = [-(-width // group) for width in widths]  # gates of each layer
-        self.revive = revive
-        self.group = group
-        self.weight = nn.Parameter(torch.empty(sum(self.rows), dim))
-        for of_layer in self.weight.split(self.rows):
+        self.weight = nn.Parameter(torch.empty(sum(widths), dim))
+        for of_layer in self.weight.split(self.widths):
             initialise(of_layer, init)
 
     def forward(self, e_BD: Tensor) -> Gates:
-        return self.side_by_side(e_BD).split(self.widths, dim=1)
+        return self.concatenated(e_BD).split(self.widths, dim=1)
 
-    def side_by_side(self, e_BD: Tensor) -> Tensor:
+    def concatenated(self, e_BD: Tensor) -> Tensor:
         """The gates of all layers as one tensor."""
-        return self.per_channel(_relu(project(e_BD, self.weight), self.revive), dim=1)
+        return F.relu(project(e_BD, self.weight))
+
+    @torch.no_grad()
+    def close(self, channels: Tensor) -> None:
+        """Closes these channels, counted over all layers, for every image."""
+        # Mixture weights are not negative: without a positive weight, a gate never opens.
+        self.weight[channels] -= self.weight[channels].amax(dim=1, keepdim=True).clamp_min(0)
 
     @torch.no_grad()
     def order_by_strength(self, strengths: Sequence[Tensor]) -> None:
         """Hands each layer's gates out anew: a stronger channel gets a larger gate."""
-        for weight, strength in zip(self.weight.split(self.rows), strengths, strict=True):
-            parts = strength.split(self.group) if len(weight) else ()
-            of_gate = torch.tensor([float(part.sum()) for part in parts])
-            order = of_gate.argsort(descending=True, stable=True).to(weight.device)
+        for weight, strength in zip(self.weight.split(self.widths), strengths, strict=True):
+            order = strength.argsort(descending=True, stable=True).to(weight.device)
             weight[order] = weight[weight.mean(dim=1).argsort(descending=True, stable=True)]
-
-    def per_channel(self, rows: Tensor, dim: int) -> Tensor:
-        """What there is one of for each gate, for each channel."""
-        if self.group == 1:
-            return rows
-        layers = zip(rows.split(self.rows, dim=dim), self.widths, strict=True)
-        # A layer's last group may be smaller.
-        each = [
-            r.repeat_interleave(min(self.group, max(w, 1)), dim).narrow(dim, 0, w)
-            for r, w in layers
-        ]
-        return torch.cat(each, dim=dim)
 
 
 class NoisyTopKHeads(nn.Module):
@@ -113,7 +91,7 @@ class NoisyTopKHeads(nn.Module):
         layers = zip(h.split(self.widths, dim=1), self.kept, strict=True)
         return tuple(_softmax_of_top(h_BC, k) for h_BC, k in layers)
 
-    def side_by_side(self, e_BD: Tensor) -> Tensor:
+    def concatenated(self, e_BD: Tensor) -> Tensor:
         """The gates of all layers as one tensor."""
         return torch.cat(self(e_BD), dim=1)
 
@@ -124,12 +102,6 @@ def project(e_BD: Tensor, weight_CD: Tensor) -> Tensor:
     device = e_BD.device.type
     with torch.autocast(device, enabled=False) if device != "meta" else nullcontext():
         return F.linear(e_BD.to(weight_CD.dtype), weight_CD)
-
-
-def _relu(h: Tensor, revive: float) -> Tensor:
-    if not revive:
-        return F.relu(h)
-    return torch.where(h > 0, h, revive * (h - h.detach()))  # zero, but with a gradient
 
 
 def _softmax_of_top(h_BC: Tensor, k: int) -> Tensor:
@@ -150,8 +122,8 @@ def initialise(weight: Tensor, init: str) -> None:
         weight: to fill; a row for each gate, a column for each mixture weight.
         init: `ones`, `uniform(a, b)` or `normal(m, s)`; or, alike for all images at first,
             `channels(m, s)`: one normal number for each gate, or `split(p)`: a share p of the
-            gates at one, all others closed, for good unless heads revive gates. `split(p, s)`
-            spreads the open ones evenly from 1 + s to 1 - s.
+            gates at one, all others closed. `split(p, s)` spreads the open ones evenly from
+            1 + s to 1 - s.
     """
     if init.strip() == "ones":
         nn.init.ones_(weight)

@@ -1,5 +1,6 @@
 """The sparse engine: skipped channels become saved time."""
 
 from deepmoe.sparse.model import SparseModel, sparsify
+from deepmoe.sparse.planner import Plan
 
-__all__ = ["SparseModel", "sparsify"]
+__all__ = ["Plan", "SparseModel", "sparsify"]

@@ -1,5 +1,6 @@
 """One folded convolution as a single call of the device's library: bias, ReLU and sum included."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -100,20 +101,49 @@ def convolve_plainly(
 
 def onednn_runs(x: Tensor) -> bool:
     """Whether oneDNN's fused convolution takes this tensor."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and _has_onednn()
+    return x.device.type == "cpu" and x.dtype == torch.float32 and _fused_by_onednn()
 
 
 def cudnn_runs(x: Tensor) -> bool:
     """Whether cuDNN's fused convolution and the kernels beside it take this tensor."""
-    return x.is_cuda and is_half(x.dtype) and torch.backends.cudnn.is_available() and has_triton()
+    return x.is_cuda and is_half(x.dtype) and has_triton() and _fused_by_cudnn(x.device, x.dtype)
 
 
 @cache
-def _has_onednn() -> bool:
-    # Not in every build of PyTorch, such as some for ARM.
-    return torch.backends.mkldnn.is_available() and hasattr(
-        torch.ops.mkldnn, "_convolution_pointwise"
+def _fused_by_onednn() -> bool:
+    """Not in every build of PyTorch, such as some for ARM."""
+    return torch.backends.mkldnn.is_available() and _is_right(
+        _by_onednn, torch.device("cpu"), torch.float32
     )
+
+
+@cache
+def _fused_by_cudnn(device: torch.device, dtype: torch.dtype) -> bool:
+    return torch.backends.cudnn.is_available() and _is_right(_by_cudnn, device, dtype)
+
+
+def _is_right(fused: Callable[..., Tensor], device: torch.device, dtype: torch.dtype) -> bool:
+    """Tries a fused operator, with a sum and without: both are private, and may change or go."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        x = torch.randn(shape, generator=generator).to(device, dtype)
+        return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+    x, onto = random(2, 8, 6, 6), random(2, 8, 6, 6)
+    layer = FoldedLayer(random(8, 8, 3, 3), random(8), padding=(1, 1), relu=True)
+    try:
+        return all(
+            torch.allclose(
+                fused(layer, layer.weight, x, added),
+                convolve_plainly(layer, layer.weight, x, added),
+                rtol=0.05,
+                atol=0.05,
+            )
+            for added in (None, onto)
+        )
+    except (RuntimeError, AttributeError, TypeError):
+        return False
 
 
 def _by_onednn(

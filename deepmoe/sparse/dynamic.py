@@ -11,17 +11,18 @@ from torch import Tensor
 
 from deepmoe.backbones import Backbone
 from deepmoe.layers import Gates
-from deepmoe.ops import onto_stream, scale_channels
+from deepmoe.ops import add_to_stream, scale_channels
 from deepmoe.sparse.collect import Collector
 from deepmoe.sparse.convolution import convolve
 from deepmoe.sparse.direct import DirectConvolution, Forms, direct_runs
 from deepmoe.sparse.folding import FoldedLayer
-from deepmoe.sparse.planner import Planner
+from deepmoe.sparse.planner import Planner, in_words
 from deepmoe.sparse.runners import EngineRunner, FixedRunner, stream_channels
 from deepmoe.sparse.stream import StreamedWeights, stream_pays
 
 Case = tuple[str, int, int, int, int, int]  # path, images, height, width, densities
 ALIKE = ("collect", "direct")  # ways between which layers of one size do not change
+PREFERRED = ("stream", "direct", "collect")  # where nothing is measured
 MOST_PREPARED = 1000  # direct convolutions, each for a layer and a size
 BUCKETS = 8  # densities are told apart in so many steps when the planner is asked
 
@@ -33,15 +34,20 @@ class DynamicNetwork:
         backbone: how the layers are connected.
         layers: all channels.
         whole: the layers that no gate touches run from here.
+        plan: of ways to run each convolution; `None` measures.
     """
 
     def __init__(
-        self, backbone: Backbone, layers: Mapping[str, FoldedLayer], whole: FixedRunner
+        self,
+        backbone: Backbone,
+        layers: Mapping[str, FoldedLayer],
+        whole: FixedRunner,
+        plan: Mapping[str, str] | None = None,
     ) -> None:
         self.backbone = backbone
         self.layers = layers
         self.whole = whole
-        self.planner: Planner[Case] = Planner()  # of ways to run each convolution
+        self.planner: Planner[Case] = Planner(PREFERRED, plan)
         self.decided: dict[tuple[int, ...], tuple[int, str]] = {}  # for each size of inputs
         self.collector = Collector()
         self.direct: dict[tuple[str, tuple[int, ...]], DirectConvolution] = {}
@@ -69,10 +75,11 @@ class DynamicNetwork:
         """
         planner, size = self.planner, case[1:4]
         own = planner.chosen.get(case)
-        if own not in ALIKE or not self._may_change(case):
+        if own not in ALIKE or planner.plan is not None or not self._may_change(case):
             return own
         if self.decided.get(size, (0, ""))[0] != len(planner.chosen):
-            same_size = [c for c, way in planner.chosen.items() if c[1:4] == size and way in ALIKE]
+            alike = [c for c, way in planner.chosen.items() if way in ALIKE]
+            same_size = [c for c in alike if c[1:4] == size]
             cases = [c for c in same_size if self._may_change(c)]
             totals = {way: sum(planner.median(c, way) for c in cases) for way in ALIKE}
             best = min(totals, key=lambda way: totals[way])
@@ -81,6 +88,12 @@ class DynamicNetwork:
 
     def _may_change(self, case: Case) -> bool:
         return all(way in self.planner.times[case] for way in ALIKE)
+
+    @property
+    def plan(self) -> dict[str, str]:
+        """How the cases that came up are run, as far as that is decided."""
+        ways = {case: self.way_of(case) for case in self.planner.chosen}
+        return {in_words(case): way for case, way in ways.items() if way is not None}
 
     def direct_convolution(self, path: str, size: tuple[int, ...]) -> DirectConvolution:
         """What runs a layer on its weights as they are, made on first use."""
@@ -124,7 +137,7 @@ class _DynamicRunner(EngineRunner):
         if layer.out_gate is None and at is None:
             return self._run(path, layer, x_BCHW, stream_BCHW)
         y = self._run(path, layer, x_BCHW, None)
-        return onto_stream(stream_BCHW, y, stream_channels(at, layer.out_gate, self.active))
+        return add_to_stream(stream_BCHW, y, stream_channels(at, layer.out_gate, self.active))
 
     def max_pool(self, x_BCHW: Tensor, size: int, stride: int, padding: int = 0) -> Tensor:
         # On a CPU, PyTorch takes the maxima of many channels at once in this format only.

@@ -51,7 +51,7 @@ def fold(backbone: Backbone, dtype: torch.dtype) -> dict[str, FoldedLayer]:
     for layer in backbone.layers(*ANY_SIZE):
         found = _fold_module(backbone.get_submodule(layer.path), dtype)
         folded[layer.path] = replace(found, in_gate=layer.in_gate, out_gate=layer.out_gate)
-    return _with_shortcut_biases_moved(folded)
+    return _with_biases_moved(folded, backbone.additions())
 
 
 def _in_best_format(layer: FoldedLayer) -> FoldedLayer:
@@ -62,18 +62,18 @@ def _in_best_format(layer: FoldedLayer) -> FoldedLayer:
     return replace(layer, weight=layer.weight.contiguous(memory_format=best))
 
 
-def _with_shortcut_biases_moved(layers: dict[str, FoldedLayer]) -> dict[str, FoldedLayer]:
+def _with_biases_moved(
+    layers: dict[str, FoldedLayer], additions: list[tuple[str, str]]
+) -> dict[str, FoldedLayer]:
     """The convolution that is added to a shortcut adds its bias too, where no gate would scale it.
 
     That saves a pass over the residual stream.
     """
     moved = dict(layers)
-    for path in (p for p in layers if p.endswith(".shortcut")):
-        block = path.removesuffix("shortcut") + "convs."
-        last = max(p for p in layers if p.startswith(block))
-        bias, onto = layers[path].bias, layers[last].bias
+    for shortcut, last in additions:
+        bias, onto = layers[shortcut].bias, layers[last].bias
         if layers[last].out_gate is None and bias is not None and onto is not None:
-            moved[path] = replace(layers[path], bias=None)
+            moved[shortcut] = replace(layers[shortcut], bias=None)
             moved[last] = replace(layers[last], bias=onto + bias)
     return moved
 

@@ -1,40 +1,48 @@
 """SparseModel: a trained network that runs only what its gates ask for."""
 
 import copy
+import threading
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from deepmoe.backbones import Backbone
+from deepmoe.costs import count_costs
+from deepmoe.cuda_graphs import GraphCache, SideStream, Work, on_its_way
 from deepmoe.errors import UserError
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
-from deepmoe.sparse.codes import CodeNetworks
+from deepmoe.sparse.code_networks import CodeNetworks
 from deepmoe.sparse.dynamic import DynamicNetwork
 from deepmoe.sparse.embedding import FastEmbedding
 from deepmoe.sparse.few_inputs import ImageConvolution, channel_multiple
 from deepmoe.sparse.folding import fold
-from deepmoe.sparse.graphs import Beside, GraphCache, Work, on_its_way
-from deepmoe.sparse.planner import Planner
-from deepmoe.sparse.routes import in_order, parts_by_route, routes_of
+from deepmoe.sparse.planner import Plan, Planner, in_words
+from deepmoe.sparse.route_groups import in_order, parts_by_route, routes_of
 from deepmoe.sparse.runners import FixedRunner, MaskedRunner, with_idle
 
 DENSITY_STEPS = 16  # in how many steps the planner tells densities apart
 PLANNING_IMAGES = 13  # after so many, the dynamic network has planned its own layers
 ROUNDING = 1e-5  # by which a mixture of weights may come out above the largest of them
 MOST_ROUTES_ON_GPU = 8  # each route is a network of its own, too small to fill a GPU
+# Where nothing is measured: a GPU gains nothing from a few channels less in small batches.
+PREFERRED, PREFERRED_ON_GPU = ("codebook", "dynamic"), ("codebook", "dense")
 
 
 def sparsify(
-    model: DeepMoE, *, dtype: torch.dtype | None = None, memory_limit: int | None = None
+    model: DeepMoE,
+    *,
+    dtype: torch.dtype | None = None,
+    memory_limit: int | None = None,
+    plan: Plan | str | Path | None = None,
 ) -> "SparseModel":
     """Prepares a model for inference that runs only the channels its gates ask for.
 
     The result gives the outputs of the model in evaluation mode. It stays on the model's device,
-    and has its own copy of the weights. It is for one thread at a time.
+    and has its own copy of the weights. Threads may share it: they take turns.
 
     Args:
         model: a gated model. One with a route codebook runs each code as a small network of its
@@ -44,13 +52,20 @@ def sparsify(
         memory_limit: bytes that the small networks of a codebook may take together; those used
             least recently are dropped and made again when needed, and groups run one after
             the other. `None` keeps all.
+        plan: which way to run each case, as `SparseModel.plan` gives it, or the file of one: every
+            process then gives the same bits. `None` measures what is fastest, in the first runs.
 
     Raises:
-        UserError: for a dense model, which has no channels to skip.
+        UserError: for a dense model, which has no channels to skip, one with weights that are not
+            finite, or one that is sparse already.
     """
+    if isinstance(model, SparseModel):
+        raise UserError("this model is sparse already")
     if not model.gated:
         raise UserError("a dense network has no gates, so that there is nothing to skip")
-    return SparseModel(model, dtype or next(model.parameters()).dtype, memory_limit)
+    model.check_finite()
+    plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    return SparseModel(model, dtype or next(model.parameters()).dtype, memory_limit, plan)
 
 
 class Start(NamedTuple):
@@ -64,7 +79,9 @@ class SparseModel(DeepMoE):
     """See `sparsify`."""
 
     @torch.no_grad()
-    def __init__(self, model: DeepMoE, dtype: torch.dtype, memory_limit: int | None = None) -> None:
+    def __init__(
+        self, model: DeepMoE, dtype: torch.dtype, memory_limit: int | None, plan: Plan | None
+    ) -> None:
         super().__init__(
             copy.deepcopy(model.embedding),
             copy.deepcopy(model.heads),
@@ -81,11 +98,17 @@ class SparseModel(DeepMoE):
         self.layers = fold(small, dtype)
         self.wiring = [_without_weights(small)]  # in a list: it is not to be taken for a submodule
         self.whole = FixedRunner(self.layers)
-        self.planner: Planner[Hashable] = Planner()
+        self.lock = threading.Lock()  # memory of one run is used again by the next
+        self.seen_sizes: set[tuple[int, int]] = set()
+        preferred = PREFERRED_ON_GPU if device.type == "cuda" else PREFERRED
+        self.planner: Planner[Hashable] = Planner(preferred, None if plan is None else plan.network)
         self.graphs = GraphCache(device) if device.type == "cuda" else None
-        self.beside = Beside(device)
+        self.last_run = torch.cuda.Event() if device.type == "cuda" else None
+        self.side_stream = SideStream(device)
         self.dense_shapes: set[torch.Size] = set()  # whose last batch ran all channels, on a GPU
-        self.dynamic = DynamicNetwork(self.wiring[0], self.layers, self.whole)
+        self.dynamic = DynamicNetwork(
+            self.wiring[0], self.layers, self.whole, None if plan is None else plan.layers
+        )
         self.small_networks: CodeNetworks | None = None
         if model.codebook is not None:
             codes = self._kept(model.codebook.codes.split(model.codebook.widths, dim=1))
@@ -100,10 +123,56 @@ class SparseModel(DeepMoE):
 
     @torch.inference_mode()
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
+        self._check_images(x_BCHW)
+        if self.last_run is None:
+            with self.lock:
+                return self._forward(x_BCHW)
+        with self.lock, torch.cuda.device(x_BCHW.device):
+            # Another thread's run may be on another stream, and not done yet.
+            torch.cuda.current_stream().wait_event(self.last_run)
+            output = self._forward(x_BCHW)
+            self.last_run.record()
+            return output
+
+    def _check_images(self, x_BCHW: Tensor) -> None:
+        """Refuses what would give a wrong result, or none: in one sentence."""
+        own = next(self.parameters()).device
+        if x_BCHW.dim() != 4 or x_BCHW.shape[1] != 3 or not x_BCHW.is_floating_point():
+            raise UserError(
+                "images come normalised, as floats of shape (images, 3, height, width), "
+                f"not as {str(x_BCHW.dtype).removeprefix('torch.')} of {tuple(x_BCHW.shape)}"
+            )
         if not len(x_BCHW):
             raise UserError("there are no images in the batch")
-        with torch.cuda.device(x_BCHW.device) if x_BCHW.is_cuda else nullcontext():
-            return self._forward(x_BCHW)
+        if x_BCHW.device != own:
+            raise UserError(f"the images are on {x_BCHW.device}, but the model is on {own}")
+        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
+        if size not in self.seen_sizes:
+            count_costs(self, size)  # tells if they are too small for the network
+            self.seen_sizes.add(size)
+
+    @property
+    def plan(self) -> Plan:
+        """How the batches and layers that came up are run, as far as that is decided."""
+        network = {in_words(case): way for case, way in self.planner.chosen.items()}
+        return Plan(network, self.dynamic.plan)
+
+    def check_finite(self) -> None:
+        """The model was looked at before it was made sparse."""
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            raise UserError("a sparse model can't be trained: train the model, then sparsify it")
+        return super().train(mode)
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        raise UserError("a sparse model has no weights to save: save the model it was made of")
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        raise UserError("a sparse model keeps its weights: load them, then sparsify the model")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # of copies and pickles
+        raise UserError("a sparse model can't be copied or pickled: sparsify the model once more")
 
     def _forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
         size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
@@ -152,7 +221,7 @@ class SparseModel(DeepMoE):
         ahead = self.run_masked(start, g_BC) if x_BCHW.shape in self.dense_shapes else None
         *numbers, active = read()
         routes = len(set(numbers))
-        case = (x_BCHW.shape, routes, round(DENSITY_STEPS * active / g_BC.numel()))
+        case = (*x_BCHW.shape, routes, round(DENSITY_STEPS * active / g_BC.numel()))
         many = x_BCHW.is_cuda and routes > MOST_ROUTES_ON_GPU
         if many or (x_BCHW.is_cuda and self.planner.chosen.get(case) == "dense"):
             self.dense_shapes.add(x_BCHW.shape)
@@ -175,7 +244,8 @@ class SparseModel(DeepMoE):
             ),
             "codebook": lambda: networks(x_BCHW, counts_K.tolist(), start.size),
         }
-        return in_order(self.planner.run(x_BCHW.shape, ways, x_BCHW.device), images)
+        logits = self.planner.run(tuple(x_BCHW.shape), ways, x_BCHW.device)
+        return in_order(logits, images)
 
     def _apply(self, *arguments: Any, **options: Any) -> Self:
         """What `to`, `cuda` or `half` come down to: packed weights would stay behind."""
@@ -201,12 +271,12 @@ class SparseModel(DeepMoE):
 
     def _look_at(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The heads' gates side by side, the embedding's logits, and what the first layers give."""
-        with self.beside:
+        with self.side_stream:
             images = x_BCHW if self.takes_any_image else self._converted(x_BCHW)
             features = self.wiring[0].wire_before_gates(images, self.whole)
         e_BD, embedding_logits = self.fast_embedding(x_BCHW)
-        g_BC = self.gates_side_by_side(e_BD)
-        self.beside.join(features)
+        g_BC = self.concatenated_gates(e_BD)
+        self.side_stream.join(features)
         return g_BC, embedding_logits, features
 
     def _split(self, g_BC: Tensor) -> Gates:
@@ -236,7 +306,7 @@ def _channels_to_keep(model: DeepMoE, multiple: int) -> list[Tensor]:
     if model.codebook is not None:
         alive = (model.codebook.codes > 0).any(dim=0)
     elif isinstance(model.heads, GateHeads):
-        largest = model.heads.per_channel(model.heads.weight.max(dim=1).values, dim=0)
+        largest = model.heads.weight.max(dim=1).values
         alive = largest > 0
         if model.thresholds is not None:
             alive &= largest * (1 + ROUNDING) >= model.thresholds

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deepmoe.backbones import Backbone, Runner
 from deepmoe.layers import Gates
-from deepmoe.ops import onto_stream, scale_channels
+from deepmoe.ops import add_to_stream, scale_channels
 from deepmoe.sparse.convolution import Convolution, cudnn_runs
 from deepmoe.sparse.few_inputs import channel_multiple
 from deepmoe.sparse.folding import FoldedLayer
@@ -50,7 +50,7 @@ class FixedRunner(EngineRunner):
     ) -> Tensor:
         if at is None:
             return self.convolutions[path](x_BCHW, stream_BCHW)
-        return onto_stream(stream_BCHW, self.convolutions[path](x_BCHW), at)
+        return add_to_stream(stream_BCHW, self.convolutions[path](x_BCHW), at)
 
     def classify(self, path: str, x: Tensor) -> Tensor:
         if path in self.convolutions:
@@ -74,7 +74,7 @@ class MaskedRunner(EngineRunner):
         gate = self._gate(path)
         if gate is None:
             return self.fixed.convolve_onto(path, x_BCHW, stream_BCHW, at)
-        return onto_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
+        return add_to_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
 
     def convolve_and_pool(self, path: str, x_BCHW: Tensor, size: int, stride: int) -> Tensor:
         # A gate is not negative, so that it may as well multiply the maxima: there are fewer.

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepmoe.ops.pooling import pooled_size
+from deepmoe.ops import pooled_size
 
 # mypy: disable-error-code="no-untyped-def"
 

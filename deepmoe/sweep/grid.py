@@ -12,7 +12,7 @@ from typing import Any
 
 from deepmoe.config import RunConfig, apply_overrides, load_config, read_toml
 from deepmoe.errors import UserError
-from deepmoe.structure import Paths, structured
+from deepmoe.schema import Paths, from_plain
 
 # "run:dense" as a checkpoint: that of dense, of the same or its only seed; or "run:dense-seed0"
 ANOTHER_RUN = "run:"
@@ -76,7 +76,7 @@ def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
     Raises:
         UserError: for a file that can't be read, unknown keys, or a setting that no run can have.
     """
-    file = structured(read_toml(path, f"grid {path}"), GridFile)
+    file = from_plain(read_toml(path, f"grid {path}"), GridFile)
     seeds = {name: _seeds(path, own.pop("seeds", file.seeds)) for name, own in file.runs.items()}
     if not file.seeds or file.jobs < 1 or not all([*file.grid.values(), *seeds.values()]):
         raise UserError(f"{path} needs at least one seed, one job, and one value of each grid key")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepmoe.config import DataConfig, RunConfig, config_from_dict, config_to_toml
 from deepmoe.errors import UserError
 from deepmoe.results import write_result
@@ -48,7 +50,7 @@ def read_run_result(path: Path) -> RunResult:
 
 
 def write_run_result(
-    path: Path, run: Run, lines: list[dict[str, Any]], *, command: str, device: str
+    path: Path, run: Run, lines: list[dict[str, Any]], *, command: str, device: torch.device
 ) -> None:
     """Writes the metrics of a finished run, next to the results of those it needed."""
     beside = {name: path.with_name(f"{name}.json") for name in run.needs}

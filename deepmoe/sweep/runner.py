@@ -8,14 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from deepmoe.checkpoint import CheckpointStore, read_progress
 from deepmoe.config import RunConfig, config_to_toml
+from deepmoe.devices import choose_device
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive
 from deepmoe.sweep.grid import Grid, Run, with_checkpoints
 from deepmoe.sweep.result import read_run_result, result_path, without_root, write_run_result
-from deepmoe.training.checkpoint import CheckpointStore, read_progress
 from deepmoe.training.fit import changed_keys
 from deepmoe.training.interrupts import stop_signals
 from deepmoe.training.log import METRICS_NAME, read_metrics
@@ -159,9 +158,7 @@ def _collect(run: Run, code: int, out: Path, results: Path, command: str) -> boo
     if path.exists():
         _tell(f"{run.name}: done, for its checkpoint; {path} is left as it was")
         return True
-    device = run.config.train.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = choose_device(run.config.train.device)
     write_run_result(path, run, lines, command=command, device=device)
     _tell(f"{run.name}: done")
     return True

@@ -1,22 +1,7 @@
-"""Two-stage training, evaluation and checkpoints."""
+"""Two-stage training: stages, loop, compute budget, codebooks, resuming."""
 
-from deepmoe.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from deepmoe.training.codes import learn_codebook
-from deepmoe.training.evaluate import EvalResult, GateRecord, collect_gates, evaluate
+from deepmoe.training.budget import MacsBudget
+from deepmoe.training.codebook_learning import learn_codebook
 from deepmoe.training.fit import FitResult, fit
-from deepmoe.training.predict import Prediction, predict
 
-__all__ = [
-    "Checkpoint",
-    "EvalResult",
-    "FitResult",
-    "GateRecord",
-    "Prediction",
-    "collect_gates",
-    "evaluate",
-    "fit",
-    "learn_codebook",
-    "load_checkpoint",
-    "predict",
-    "save_checkpoint",
-]
+__all__ = ["FitResult", "MacsBudget", "fit", "learn_codebook"]

@@ -2,8 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
@@ -11,19 +10,14 @@ from torch import Tensor, distributed, nn
 
 from deepmoe.config import TrainConfig
 from deepmoe.data import Shard
+from deepmoe.devices import choose_device, choose_precision
 from deepmoe.errors import UserError
-
-T = TypeVar("T")
 
 
 def make_fabric(train: TrainConfig, *, devices: int = 1, nodes: int = 1) -> Fabric:
     """Fabric for the configured device and precision; DDP where there are several devices."""
-    device, precision = train.device, train.precision
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("train.device is cuda, but this machine has no usable CUDA device")
-    if device == "cuda" and devices > torch.cuda.device_count():
+    device = choose_device(train.device)
+    if device.type == "cuda" and devices > torch.cuda.device_count():
         raise UserError(f"--devices is {devices}, but there are {torch.cuda.device_count()} GPUs")
     if devices < 1 or nodes < 1:
         raise UserError(f"--devices and --nodes must be at least 1, not {devices} and {nodes}")
@@ -33,16 +27,14 @@ def make_fabric(train: TrainConfig, *, devices: int = 1, nodes: int = 1) -> Fabr
             f"{launched} processes were launched, but --devices {devices} and --nodes {nodes} "
             f"ask for {devices * nodes}"
         )
-    if precision == "auto":
-        precision = "bf16-mixed" if device == "cuda" else "32-true"
     strategy = "ddp" if devices * nodes > 1 else "auto"
     # Fabric tells of its precision and of the GPU's units each time, in between our own lines.
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     fabric = Fabric(
-        accelerator=device,
+        accelerator=device.type,
         devices=devices,
         num_nodes=nodes,
-        precision=precision,
+        precision=choose_precision(train.precision, device),  # type: ignore[arg-type]
         strategy=strategy,
     )
     fabric.launch()
@@ -52,44 +44,6 @@ def make_fabric(train: TrainConfig, *, devices: int = 1, nodes: int = 1) -> Fabr
 def shard_of(fabric: Fabric) -> Shard:
     """Which part of every batch this process trains on."""
     return Shard(fabric.global_rank, fabric.world_size)
-
-
-def any_process(fabric: Fabric, flag: bool) -> bool:
-    """True in every process if it is true in one."""
-    if fabric.world_size == 1:
-        return flag
-    total = fabric.all_reduce(torch.tensor(float(flag), device=fabric.device), reduce_op="sum")
-    return bool(torch.as_tensor(total) > 0)
-
-
-def sum_over_processes(fabric: Fabric, tensor: Tensor) -> Tensor:
-    """The sum of every process's tensor, in every process; the tensor itself stays as it is."""
-    if fabric.world_size == 1:
-        return tensor.clone()
-    return torch.as_tensor(fabric.all_reduce(tensor.clone(), reduce_op="sum"))
-
-
-def copy_from_first(fabric: Fabric, tensor: Tensor) -> None:
-    """Gives every process the first one's values, in place."""
-    if fabric.world_size > 1:
-        distributed.broadcast(tensor.data, src=0)
-
-
-def made_by_first(fabric: Fabric, make: Callable[[], T]) -> T:
-    """What the first process makes, a copy of it in every other; a UserError of it reaches all.
-
-    What is made must lie on the CPU: copies would come to the first process's device.
-    """
-    made: Any = None
-    if fabric.is_global_zero:
-        try:
-            made = make()
-        except UserError as error:
-            made = error
-    made = fabric.broadcast(made)
-    if isinstance(made, UserError):
-        raise made
-    return made
 
 
 def synchronise_bn(model: nn.Module, fabric: Fabric) -> None:

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
 
+from deepmoe.checkpoint import CheckpointStore, TrainState, load_checkpoint, read_progress
 from deepmoe.config import RunConfig, TrainConfig, config_to_dict, config_to_toml
 from deepmoe.costs import count_costs
 from deepmoe.data import DataSource, open_data
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive, write_atomically
 from deepmoe.model import DeepMoE
-from deepmoe.training.checkpoint import CheckpointStore, load_checkpoint
+from deepmoe.processes import from_first_process
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
 from deepmoe.training.log import METRICS_NAME, RunLog, read_metrics
-from deepmoe.training.state import TrainState
-from deepmoe.training.trained import load_teacher, start_from
+from deepmoe.training.teachers import load_teachers
 from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer
+from deepmoe.training.warm_start import start_from
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def fit(
     store = CheckpointStore(out, config.train.keep_checkpoints)
     fabric = make_fabric(config.train, devices=devices, nodes=nodes)
     train = config.train
-    _check_folder(out, store, resume=resume, overwrite=overwrite)
+    check_folder(out, resume=resume, overwrite=overwrite)
     data = open_data(
         config.data,
         batch_size=train.batch_size,
@@ -82,44 +82,39 @@ def fit(
             notes.append("goes on with another train.start or train.teacher than it was begun with")
     elif train.start is not None:
         start_from(train.start, model, data.info, config)
-    teacher = load_teacher(model, data.info, config)
+    teachers = load_teachers(model, data.info, config)
     if train.sync_bn:
         synchronise_bn(model, fabric)
     log = None
     fabric.barrier()  # every process has looked before one changes anything
-    with _alone_in(out, fabric):
+    with _alone_in(out):
         if fabric.is_global_zero:
             if not resume:
                 store.clear()
                 (out / METRICS_NAME).unlink(missing_ok=True)
+            elif state.epoch and not state.batch:
+                store.keep_epoch(state)  # the run may have been killed before it came to that
             write_atomically(out / "config.toml", config_to_toml(config).encode())
             log = RunLog(
                 out,
                 finished=state.epoch,
+                recovered=state.metrics,
                 title=_title(config),
                 quiet=quiet,
                 tensorboard=train.tensorboard,
             )
             for note in notes:
                 log.tell(note)
-        trainer = Trainer(config, fabric, model, optimizer, data, store, log, state, teacher)
+        trainer = Trainer(config, fabric, model, optimizer, data, store, log, state, teachers)
         result = trainer.run()
     return FitResult(model, result, data, store.last, out / METRICS_NAME)
 
 
 @contextlib.contextmanager
-def _alone_in(out: Path, fabric: Fabric) -> Iterator[None]:
+def _alone_in(out: Path) -> Iterator[None]:
     """Keeps other runs out of the folder; all processes of this one are told if that fails."""
     with contextlib.ExitStack() as stack:
-        problem = None
-        if fabric.is_global_zero:
-            try:
-                stack.enter_context(exclusive(out))
-            except UserError as error:
-                problem = str(error)
-        problem = fabric.broadcast(problem)
-        if problem is not None:
-            raise UserError(problem)
+        from_first_process(lambda: stack.enter_context(exclusive(out)))
         yield
 
 
@@ -129,7 +124,9 @@ def _calibrates(config: RunConfig) -> bool:
     return fitted and config.model.gates != "none"
 
 
-def _check_folder(out: Path, store: CheckpointStore, *, resume: bool, overwrite: bool) -> None:
+def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raises a UserError where a run can't begin, or go on, in a folder."""
+    store = CheckpointStore(out, keep=0)
     if out.exists() and not out.is_dir():
         raise UserError(f"cannot write to {out}: it is not a folder")
     used = store.last.exists() or store.best.exists() or bool(store.epochs())
@@ -143,10 +140,11 @@ def _restore(
     path: Path, config: RunConfig, model: DeepMoE, optimizer: torch.optim.Optimizer
 ) -> tuple[TrainState, TrainConfig]:
     """Loads a checkpoint into model and optimiser; returns how far it is, and its settings."""
-    checkpoint = load_checkpoint(path)
-    changed = changed_keys(checkpoint.config, config)
+    begun, _ = read_progress(path)  # tells of settings that are gone
+    changed = changed_keys(begun, config)
     if changed:
         raise UserError(f"{path} is from a run with other settings of {', '.join(changed)}")
+    checkpoint = load_checkpoint(path)
     if checkpoint.model.codebook is not None:
         model.codebook = checkpoint.model.codebook.to(next(model.parameters()).device)
     if checkpoint.model.thresholds is not None:
@@ -187,8 +185,10 @@ def changed_keys(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    tables = config_to_dict(config)
-    return {f"{t}.{key}": value for t, table in tables.items() for key, value in table.items()}
+    tables = {name: t for name, t in config_to_dict(config).items() if isinstance(t, dict)}
+    return {
+        f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()
+    }
 
 
 def _title(config: RunConfig) -> str:

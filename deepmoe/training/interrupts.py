@@ -3,8 +3,13 @@
 import signal
 import sys
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+# Whoever ends a job often sends the same signal twice at once: `timeout` does, to the process and
+# to its group. A person who insists takes longer.
+ONE_WISH_SECONDS = 2.0
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -16,10 +21,11 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 class Interrupts:
-    """While entered, notes signals instead of dying of them; a second one acts as usual."""
+    """While entered, notes signals instead of dying of them; one that comes later acts as usual."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._received_at = 0.0
         self._former: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -36,9 +42,13 @@ class Interrupts:
         self._restore()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        self._restore()
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), now
+        elif now - self._received_at > ONE_WISH_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._former.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

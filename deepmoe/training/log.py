@@ -2,14 +2,14 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from deepmoe.console import make_console, noticing_closed_output, printable
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
 
@@ -17,12 +17,13 @@ METRICS_NAME = "metrics.jsonl"
 
 
 class RunLog:
-    """Appends one JSON object an epoch to `metrics.jsonl`, and tells the person watching.
+    """Keeps one JSON object an epoch in `metrics.jsonl`, and tells the person watching.
 
     Args:
         folder: of the run.
         finished: epochs that the run has finished already; later lines, which a killed run may
             have left behind, are dropped.
+        recovered: lines of finished epochs that a killed run may not have come to write.
         title: stands before every line for people.
         quiet: write files only.
         tensorboard: also write TensorBoard's event files.
@@ -33,6 +34,7 @@ class RunLog:
         folder: Path,
         *,
         finished: int = 0,
+        recovered: Sequence[dict[str, Any]] = (),
         title: str = "",
         quiet: bool = False,
         tensorboard: bool = False,
@@ -40,31 +42,39 @@ class RunLog:
         self.path = folder / METRICS_NAME
         self.title = title
         self.quiet = quiet
-        self.console = Console(soft_wrap=True)
+        self.console = make_console()
         self.writer = _make_writer(folder / "tensorboard", finished) if tensorboard else None
         self._bar: tuple[Progress, TaskID] | None = None
-        kept = [line for line in read_metrics(self.path) if line["epoch"] <= finished]
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        lines = {line["epoch"]: line for line in (*read_metrics(self.path), *recovered)}
+        kept = [json.dumps(lines[epoch]) + "\n" for epoch in sorted(lines) if epoch <= finished]
+        write_atomically(self.path, "".join(kept).encode())
 
-    def write(self, metrics: dict[str, Any], total_epochs: int) -> None:
-        """Logs a finished epoch."""
+    def write(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Adds finished epochs to the files."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(metrics) + "\n")
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+            if self.writer is not None:
+                scalars = [(line["epoch"], *item) for line in lines for item in line.items()]
+                for epoch, key, value in scalars:
+                    if isinstance(value, int | float):
+                        self.writer.add_scalar(key, value, epoch)
+                self.writer.flush()
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from error
-        if self.writer is not None:
-            for key, value in metrics.items():
-                if isinstance(value, int | float):
-                    self.writer.add_scalar(key, value, metrics["epoch"])
-            self.writer.flush()
-        if not self.quiet:
-            self.console.print(_sentence(self.title, metrics, total_epochs), highlight=False)
+
+    def tell_epoch(self, metrics: dict[str, Any], total_epochs: int) -> None:
+        """Tells the person watching of a finished epoch."""
+        self._print(_sentence(self.title, metrics, total_epochs))
 
     def tell(self, sentence: str) -> None:
         """Tells the person watching, and nobody else."""
+        self._print(f"{self.title}: {sentence}")
+
+    def _print(self, line: str) -> None:
         if not self.quiet:
-            self.console.print(f"{self.title}: {sentence}", highlight=False)
+            with noticing_closed_output():
+                self.console.print(printable(line))
 
     @property
     def watched(self) -> bool:
@@ -78,7 +88,7 @@ class RunLog:
             yield
             return
         columns = (
-            TextColumn(self.title),
+            TextColumn(self.title, markup=False),
             BarColumn(),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
@@ -108,7 +118,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     found = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             metrics = json.loads(line)
             if isinstance(metrics, dict) and isinstance(metrics.get("epoch"), int):
                 found.append(metrics)

@@ -8,7 +8,7 @@ FIRST_RATE = 0.04  # where the one-cycle schedule starts, as a share of its peak
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """Epochs `start` to `end` (exclusive), with embedding and gates frozen or not."""
 
     name: str
@@ -17,11 +17,11 @@ class Stage:
     frozen: bool
 
 
-def stages(train: TrainConfig) -> list[Stage]:
+def stages(train: TrainConfig) -> list[TrainingStage]:
     """Joint training, then fine-tuning of the base network alone."""
     return [
-        Stage("joint", 0, train.epochs, frozen=False),
-        Stage("finetune", train.epochs, train.total_epochs, frozen=True),
+        TrainingStage("joint", 0, train.epochs, frozen=False),
+        TrainingStage("finetune", train.epochs, train.total_epochs, frozen=True),
     ]
 
 

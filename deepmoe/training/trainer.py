@@ -1,41 +1,52 @@
 """The training loop: stages, epochs, batches; checkpoints, interruption and divergence."""
 
+import dataclasses
 import math
 import time
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
+from deepmoe.checkpoint import CheckpointStore, TrainState, save_checkpoint
 from deepmoe.config import RunConfig
 from deepmoe.costs import count_costs, count_macs
-from deepmoe.data import DataSource, derive_seed
+from deepmoe.data import Batch, DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
-from deepmoe.errors import TrainingDiverged, TrainingInterrupted, UserError
+from deepmoe.errors import OutputClosed, TrainingDiverged, TrainingInterrupted, UserError
+from deepmoe.evaluation import Evaluation, SegmentationEvaluation, evaluate_on
 from deepmoe.layers import RouteCodebook
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE
-from deepmoe.registry import model_from_config
-from deepmoe.training.budget import MacsBudget
-from deepmoe.training.checkpoint import CheckpointStore, save_checkpoint
-from deepmoe.training.codes import check_codes, learn_codebook
-from deepmoe.training.distributed import (
+from deepmoe.processes import (
     any_process,
-    copy_from_first,
-    made_by_first,
+    copy_from_first_process,
+    from_first_process,
+    process_count,
     sum_over_processes,
 )
-from deepmoe.training.evaluate import EvalResult, evaluate
+from deepmoe.registry import model_from_config
+from deepmoe.training.budget import MacsBudget
+from deepmoe.training.codebook_learning import check_codes, learn_codebook
 from deepmoe.training.interrupts import Interrupts
 from deepmoe.training.log import RunLog
-from deepmoe.training.schedules import Stage, learning_rate, stages
-from deepmoe.training.segmentation import SegmentationResult, evaluate_segmentation
-from deepmoe.training.state import TrainState
-from deepmoe.training.step import EagerStep, GraphedStep, Objective, Teacher
+from deepmoe.training.schedules import TrainingStage, learning_rate, stages
+from deepmoe.training.step import EagerStep, GraphedStep, Objective
+from deepmoe.training.teachers import Teachers
 
-Result = EvalResult | SegmentationResult
+Result = Evaluation | SegmentationEvaluation
 LOOK_EVERY = 20  # batches between looks at figures, which wait for the device
+
+
+class _Stopped(Exception):
+    """A wish to stop came while images were gone through."""
+
+
+class _DataFailed(Exception):
+    """Training images could not be had."""
 
 
 class Trainer:
@@ -50,7 +61,7 @@ class Trainer:
         store: of checkpoints.
         log: of metrics; `None` in all processes but one.
         state: how far the run is.
-        teacher: whose outputs are learnt from, if there is one.
+        teachers: whose outputs are learnt from, if there are any.
     """
 
     def __init__(
@@ -63,7 +74,7 @@ class Trainer:
         store: CheckpointStore,
         log: RunLog | None,
         state: TrainState,
-        teacher: Teacher | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
         self.config = config
         self.fabric = fabric
@@ -73,13 +84,15 @@ class Trainer:
         self.store = store
         self.log = log
         self.state = state
-        self.teacher = teacher
+        self.teachers = teachers
         self.interrupts = Interrupts()
         self.budget = self._make_budget()
         codes = config.train.codes
         if codes is not None:  # a mistake is told now, not when they are learnt hours later
-            made_by_first(fabric, lambda: check_codes(codes, data.calibration.images))
+            from_first_process(lambda: check_codes(codes, data.calibration.images))
         self.saved_at = time.monotonic()
+        self.closed: str | None = None  # what happened to the output, if it can't be written to
+        self.unsaved: list[dict[str, Any]] = []  # metrics of epochs that no checkpoint has yet
         self.result: Result | None = None
         self.looked_at = torch.zeros(0)  # the sums at the last look
 
@@ -110,108 +123,159 @@ class Trainer:
             for epoch in range(max(self.state.epoch, stage.start), stage.end):
                 self._run_epoch(step, stage, epoch)
 
-    def prepare(self, stage: Stage) -> EagerStep:
+    def prepare(self, stage: TrainingStage) -> EagerStep:
         """A stage's training step: frozen where it is, compiled and captured where that pays."""
         set_stage(self.model, stage)
         train, on_cuda = self.config.train, self.fabric.device.type == "cuda"
-        # What makes the joint stage harder ends with it: norms are to know whole images and routes.
-        noise = (0.0, 0.0) if stage.frozen else (self.config.data.mixup, train.random_threshold)
-        objective = Objective(self.model, self._loss(stage), self.teacher, *noise)
+        objective = Objective(self.model, self._loss(stage), self.teachers)
         if train.compile == "on" or (train.compile == "auto" and on_cuda):
             objective.compile(dynamic=False)
         wrapped, optimizer = self.fabric.setup(objective, self.optimizer)
-        graphs = train.cuda_graphs == "auto" and on_cuda and self.fabric.world_size == 1
+        graphs = train.cuda_graphs == "auto" and on_cuda and process_count() == 1
         return (GraphedStep if graphs else EagerStep)(wrapped, optimizer, self.fabric)
 
-    def _run_epoch(self, step: EagerStep, stage: Stage, epoch: int) -> None:
+    def _run_epoch(self, step: EagerStep, stage: TrainingStage, epoch: int) -> None:
         start, train = time.perf_counter(), self.config.train
-        sums = self.train_epoch(step, stage, epoch)
-        losses = epoch_figures(sum_over_processes(self.fabric, sums))
-        skipped = torch.tensor(float(self.data.train.skipped), device=self.fabric.device)
-        skipped = sum_over_processes(self.fabric, skipped)
-        if epoch + 1 == train.epochs:
+        totals = sum_over_processes(self.train_epoch(step, stage, epoch))
+        losses, last = epoch_figures(totals), epoch + 1 == train.total_epochs
+        if not losses.pop("labels"):
+            raise UserError("no pixel of the training images has a label")
+        if epoch + 1 == train.epochs and not self.state.budget_met:
             self._meet_budget()
-        last = epoch + 1 == train.total_epochs
-        self.result = None
-        is_best = False
+        trained = self._state_at(epoch, self.data.train.batches_per_epoch, totals, budget_met=True)
+        self.result, is_best = None, False
         if (epoch + 1) % train.evaluate_epochs == 0 or last:
-            self.result = self._evaluate()
+            self.result = self._evaluate(trained)
             is_best = self.state.best is None or self.result.accuracy > self.state.best
         best = self.result.accuracy if self.result and is_best else self.state.best
-        self.state = TrainState(epoch=epoch + 1, best=best)
-        if self.log is not None:
-            metrics = {
-                "epoch": epoch + 1,
-                "stage": stage.name,
-                "lr": learning_rate(train, epoch),
-                **losses,
-                **(_reported(self.result, self.data.evaluation_name) if self.result else {}),
-                "skipped_images": int(skipped) + self.data.evaluation.skipped,
-                "seconds": round(time.perf_counter() - start, 3),
-            }
-            self.log.write(metrics, train.total_epochs)
+        skipped = torch.tensor(float(self.data.train.skipped), device=self.fabric.device)
+        metrics = {
+            "epoch": epoch + 1,
+            "stage": stage.name,
+            "lr": learning_rate(train, epoch),
+            **losses,
+            **(_reported(self.result, self.data.evaluation_name) if self.result else {}),
+            "skipped_images": int(sum_over_processes(skipped)) + self.data.evaluation.skipped,
+            "seconds": round(time.perf_counter() - start, 3),
+        }
+        self.unsaved.append(metrics)
+        self.state = TrainState(epoch + 1, best=best, is_best=is_best)
         if (epoch + 1) % train.checkpoint_epochs == 0 or last or is_best:
-            self._save()
+            self._save(self.state)
             if self.fabric.is_global_zero:
-                self.store.keep_epoch(epoch + 1, is_best=is_best)
+                self.store.keep_epoch(self.state)
+        if self.log is not None:
+            self._tell(partial(self.log.tell_epoch, metrics, train.total_epochs))
 
-    def train_epoch(self, step: EagerStep, stage: Stage, epoch: int) -> Tensor:
+    def train_epoch(self, step: EagerStep, stage: TrainingStage, epoch: int) -> Tensor:
         """Trains from the state's batch on; returns sums of loss parts, hits and labels."""
         set_stage(self.model, stage)
         device, loader, train = self.fabric.device, self.data.train, self.config.train
         loss = self._loss(stage)
         sums = torch.zeros(len(LossParts._fields) + 3, dtype=torch.float64, device=device)
         self.looked_at = sums.clone()
-        if self.state.sums and len(self.state.sums) != len(sums):
-            raise UserError(
-                f"{self.store.last} is from within an epoch of an earlier version; "
-                "resume from the checkpoint of a finished epoch"
-            )
+        self._check_place(len(sums))
         if self.state.sums:  # of all processes together, so one goes on with them
             self.looked_at += torch.tensor(self.state.sums, dtype=torch.float64, device=device)
             sums += self.looked_at * self.fabric.is_global_zero
-        first = self.state.batch
-        for batch, (x_BCHW, labels) in enumerate(loader.epoch(epoch, first), start=first):
-            # Noise inside the model depends on seed and batch alone: a resumed run repeats it.
-            torch.manual_seed(derive_seed(train.seed, epoch, batch, 1))
-            now = epoch + batch / loader.batches_per_epoch
-            figures, gates = step(x_BCHW, labels, learning_rate(train, now), *loss.weights(now))
-            if self.budget is not None and gates is not None and not stage.frozen:
-                self.budget.step(gates, now / train.epochs, self.fabric)
-            sums += figures
-            self._after_batch(epoch, batch + 1, sums, gates)
+        done = self.state.batch
+        try:
+            for x_BCHW, labels in self._training_batches(epoch, done):
+                # Noise in the model depends on seed and batch alone: a resumed run repeats it.
+                torch.manual_seed(derive_seed(train.seed, epoch, done, 1))
+                now = epoch + done / loader.batches_per_epoch
+                figures, gates = step(x_BCHW, labels, learning_rate(train, now), *loss.weights(now))
+                done += 1
+                if self.budget is not None and gates is not None and not stage.frozen:
+                    part = (epoch + done / loader.batches_per_epoch) / train.epochs
+                    self.budget.step(gates, part)
+                sums += figures
+                self._after_batch(epoch, done, sums, gates)
+        except _DataFailed as error:
+            if process_count() > 1:  # others would have to agree to save
+                raise UserError(str(error)) from error
+            self._save(self._state_at(epoch, done, sums))
+            raise UserError(f"{error}; {self.store.last} is saved") from error
         return sums
 
-    def _loss(self, stage: Stage) -> DeepMoELoss:
+    def _training_batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        try:
+            yield from self.data.train.epoch(epoch, start)
+        except UserError as error:
+            raise _DataFailed(str(error)) from error
+
+    def _check_place(self, figures: int) -> None:
+        """Refuses to go on from a place that the data, or this version, does not have."""
+        if self.state.batch > self.data.train.batches_per_epoch:
+            raise UserError(
+                f"{self.store.last} is {self.state.batch} batches into an epoch that has only "
+                f"{self.data.train.batches_per_epoch}"
+            )
+        if self.state.sums and len(self.state.sums) != figures:
+            raise UserError(
+                f"{self.store.last} is from within an epoch of another version; "
+                "resume from the checkpoint of a finished epoch"
+            )
+
+    def _state_at(
+        self, epoch: int, batch: int, totals: Tensor, *, budget_met: bool = False
+    ) -> TrainState:
+        """The place after this batch of the epoch."""
+        return TrainState(
+            epoch, batch, tuple(totals.tolist()), best=self.state.best, budget_met=budget_met
+        )
+
+    def _loss(self, stage: TrainingStage) -> DeepMoELoss:
         ignore = VOID if self.data.info.task == "segmentation" else -100
         return DeepMoELoss.from_config(self.config.loss, frozen=stage.frozen, ignore_index=ignore)
 
     def _after_batch(self, epoch: int, done: int, sums: Tensor, gates: Any) -> None:
         """What may happen between two batches: a stop, a checkpoint, a look at the figures."""
         look = done % LOOK_EVERY == 0 or done == self.data.train.batches_per_epoch
-        stop = self.interrupts.received is not None
+        stop = self._wish is not None
         minutes = (time.monotonic() - self.saved_at) / 60
         due = minutes > self.config.train.checkpoint_minutes
-        if self.fabric.world_size > 1:
+        if process_count() > 1:
             # Every process must decide alike, so all ask each other at the same batches.
-            stop, due = (look and any_process(self.fabric, flag) for flag in (stop, due))
+            device = self.fabric.device
+            stop, due = (look and any_process(flag, device) for flag in (stop, due))
         if look or stop or due:
-            totals = sum_over_processes(self.fabric, sums)
+            totals = sum_over_processes(sums)
             self._check_loss(totals - self.looked_at)
             self.looked_at = totals
         if stop or due:
-            self.state = TrainState(epoch, done, tuple(totals.tolist()), self.state.best)
-            self._save()
-        if stop:
-            name = self.interrupts.received.name if self.interrupts.received else "a signal"
-            raise TrainingInterrupted(
-                f"stopped by {name} after batch {done} of epoch {epoch + 1}; "
-                f"{self.store.last} is saved, and --resume goes on from it"
-            )
+            state = self._state_at(epoch, done, totals)
+            where = f"after batch {done} of epoch {epoch + 1}"
+            if stop:
+                self._stop(where, state)
+            self._save(state)
         if self.log is not None:
             figures = self._figures(totals, gates) if look and self.log.watched else None
             at = epoch * self.data.train.batches_per_epoch + done
-            self.log.advance(at, figures)
+            self._tell(partial(self.log.advance, at, figures))
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        """Tells the person watching; if nobody can be told any more, that is a wish to stop."""
+        try:
+            tell()
+        except OutputClosed as error:
+            assert self.log is not None
+            self.log.quiet, self.closed = True, str(error)
+
+    @property
+    def _wish(self) -> str | None:
+        """Why the run is to stop, if it is."""
+        if self.interrupts.received is not None:
+            return f"stopped by {self.interrupts.received.name}"
+        return self.closed
+
+    def _stop(self, where: str, state: TrainState) -> NoReturn:
+        """Saves, and ends the run."""
+        self._save(state)
+        raise TrainingInterrupted(
+            f"{self._wish or 'stopped'} {where}; {self.store.last} is saved, "
+            "and --resume goes on from it"
+        )
 
     def _figures(self, totals: Tensor, gates: Any) -> dict[str, float]:
         figures = epoch_figures(totals)
@@ -228,35 +292,52 @@ class Trainer:
         if not math.isfinite(loss) or task > self.config.train.loss_limit:
             self._diverged(f"the loss is {loss:g}")
 
-    def _diverged(self, what: str) -> None:
+    def _diverged(self, what: str) -> NoReturn:
         good = self.store.last
         there = f"the last good checkpoint is {good}" if good.exists() else "no checkpoint yet"
         raise TrainingDiverged(f"{what} in epoch {self.state.epoch + 1}; {there}")
 
-    def _save(self) -> None:
-        finite = torch.stack([p.detach().isfinite().all() for p in self.model.parameters()])
-        if not finite.all():
-            self._diverged("a weight is not finite")
+    def _save(self, state: TrainState) -> None:
+        """Writes the last checkpoint, and then the metrics of the epochs that it has."""
+        self._check_weights()
         error: UserError | None = None
         if self.fabric.is_global_zero:
+            state = dataclasses.replace(state, metrics=tuple(self.unsaved))
+            path, model, info = self.store.last, self.model, self.data.info
             try:
-                save_checkpoint(
-                    self.store.last,
-                    self.model,
-                    self.config,
-                    self.data.info,
-                    self.state,
-                    optimizer=self.optimizer,
-                )
+                save_checkpoint(path, model, self.config, info, state, optimizer=self.optimizer)
+                if self.log is not None:
+                    self.log.write(self.unsaved)
             except UserError as caught:
                 error = caught
-        if any_process(self.fabric, error is not None):
+        if any_process(error is not None, self.fabric.device):
             raise error or UserError("the first process could not write a checkpoint")
+        self.unsaved.clear()
         self.saved_at = time.monotonic()
 
-    def _evaluate(self) -> Result:
-        with self.fabric.autocast():
-            return evaluate_on(self.model, self.data)
+    def _check_weights(self) -> None:
+        try:
+            self.model.check_finite()
+        except UserError as error:
+            self._diverged(str(error))
+
+    def _evaluate(self, trained: TrainState | None = None) -> Result:
+        """Evaluates; where a signal comes meanwhile, saves the epoch as trained, and stops."""
+        self._check_weights()
+        try:
+            with self.fabric.autocast():
+                images = self.data.evaluation
+                batches = images if trained is None else self._until_stopped(images)
+                return evaluate_on(self.model, self.data.info, batches)
+        except _Stopped:
+            assert trained is not None
+            self._stop(f"while epoch {trained.epoch + 1} was evaluated", trained)
+
+    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            if self._wish is not None and process_count() == 1:
+                raise _Stopped  # several would have to agree on it: they stop in the next epoch
+            yield batch
 
     def _learn_codebook(self, codes: int) -> RouteCodebook:
         def learn() -> RouteCodebook:
@@ -265,23 +346,30 @@ class Trainer:
                 return learn_codebook(self.model, self.data.calibration, codes, size, seed).cpu()
 
         # By one process: others may see images of their own, and find another number of codes.
-        return made_by_first(self.fabric, learn).to(self.fabric.device)
+        return from_first_process(learn).to(self.fabric.device)
 
     def _meet_budget(self) -> None:
         """What the joint stage ends with."""
         if self.budget is not None:
             self.budget.calibrate(self.model, self.data.calibration)
-            copy_from_first(self.fabric, self.budget.heads.weight)  # each saw images of its own
+            copy_from_first_process(self.budget.heads.weight)  # each saw images of its own
 
     def _make_budget(self) -> MacsBudget | None:
         train = self.config.train
         if train.target_macs is None or not self.model.gated:
             return None
         steps = train.epochs * self.data.train.batches_per_epoch
-        return MacsBudget(self.model, self.data.info.size, train, steps)
+        return MacsBudget(
+            self.model,
+            self.data.info.size,
+            train.target_macs,
+            steps=steps,
+            ramp=train.budget_ramp,
+            floor=train.channel_floor,
+        )
 
 
-def set_stage(model: DeepMoE, stage: Stage) -> None:
+def set_stage(model: DeepMoE, stage: TrainingStage) -> None:
     """Training mode; when frozen, embedding and heads neither learn nor track statistics."""
     model.train()
     for module in model.routing_modules():
@@ -329,14 +417,8 @@ def epoch_figures(totals: Tensor) -> dict[str, float]:
         "embedding_loss": means["embedding"],
         "distillation_loss": means["distillation"],
         "train_accuracy": correct / max(1.0, labels),
+        "labels": labels,
     }
-
-
-def evaluate_on(model: DeepMoE, data: DataSource) -> Result:
-    """Evaluates by the measure of the data's task."""
-    if data.info.task == "segmentation":
-        return evaluate_segmentation(model, data.evaluation, data.info.class_names)
-    return evaluate(model, data.evaluation)
 
 
 def _reported(result: Result, evaluated_on: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import pytest
 
 from deepmoe.analysis import activity_by_class
 from deepmoe.analysis.plots import as_data_uri, gate_heatmap, loss_curves, macs_histogram
-from deepmoe.training import GateRecord
+from deepmoe.evaluation import GateRecord
 
 
 @pytest.fixture

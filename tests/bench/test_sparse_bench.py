@@ -1,6 +1,8 @@
 """The measurement of the sparse engine runs, and says what it measured."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,12 @@ import torch
 from click.testing import CliRunner
 from helpers import tiny_config
 
-from deepmoe.bench.routes import routes_as_codebook, set_routes
+from deepmoe.bench.random_routes import routes_as_codebook, set_routes
 from deepmoe.bench.sparse import bench_sparse
 from deepmoe.bench.subjects import Subject
 from deepmoe.cli import main
 from deepmoe.registry import create_model
+from deepmoe.sparse import Plan
 from deepmoe.training import fit
 
 KEYS = {
@@ -59,12 +62,36 @@ def test_lists_give_all_combinations_and_codes_may_be_left_out() -> None:
     assert all(v["codebook_ms"] is None for v in measured)
 
 
+def test_a_saved_plan_gives_the_same_bits_in_another_process(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    bench("vgg11", "--wide", 0.25, "--batch", "1,2", "--codes", 2, "--save-plan", plan)
+    assert {"dynamic", "dense"} & set(Plan.load(plan).network.values())
+    assert Plan.load(plan).layers
+    script = (
+        "import sys, torch; from deepmoe.bench.subjects import untrained_subject;"
+        "from deepmoe.sparse import sparsify;"
+        "s = untrained_subject('vgg11', density=0.5, batch=1, codes=None, size=None,"
+        " device='cpu', options={'wide': 0.25});"
+        "sparse = sparsify(s.dynamic, plan=sys.argv[1]);"
+        "print([sparse(s.images).logits.tolist() for _ in range(3)], sparse.plan == None)"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", script, str(plan)], capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    }
+    assert len(outputs) == 1
+    first, *others = json.loads(outputs.pop().rpartition(" ")[0])
+    assert all(other == first for other in others)
+
+
 def test_gates_on_the_residual_stream() -> None:
     model = create_model("resnet20", gates="all", wide=0.5).eval()
     set_routes(model, (32, 32), density=0.5)
     base = create_model("resnet20", gates=None).eval().backbone
     subject = Subject(model, None, base, torch.randn(2, 3, 32, 32))
-    values = bench_sparse(subject, dtype=torch.float32, rounds=1, compile_dense=False)
+    values, _ = bench_sparse(subject, dtype=torch.float32, rounds=1, compile_dense=False)
     assert values["max_error"] <= 1e-4 and values["rerouted"] == 0
 
 

@@ -30,17 +30,6 @@ def test_latent_form_classifies_from_the_mixture_weights_alone() -> None:
     torch.testing.assert_close(logits, embedding.classifier(e))
 
 
-def test_temperature_is_random_in_training_and_one_in_evaluation() -> None:
-    embedding = ShallowEmbedding(7, widths=(8,), temperature=(0.2, 5.0))
-    x = torch.randn(64, 3, 8, 8)
-    e, logits = embedding(x)
-    temperature = (logits[:, 0] - logits[:, 1]) / (e[:, 0].log() - e[:, 1].log())
-    assert 0.2 <= temperature.min() < 0.5
-    assert 2.0 < temperature.max() <= 5.0
-    e, logits = embedding.eval()(x)
-    torch.testing.assert_close(e, logits.softmax(dim=1))
-
-
 @pytest.mark.parametrize(
     ("widths", "side"), [(CIFAR_WIDTHS, 32), (IMAGENET_WIDTHS, 224), ((5, 7), 13)]
 )
@@ -71,7 +60,7 @@ def test_other_precisions(form: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"form": "other"}, {"widths": ()}, {"widths": (8, 0)}, {"temperature": (2.0, 1.0)}],
+    [{"form": "other"}, {"widths": ()}, {"widths": (8, 0)}],
 )
 def test_bad_options_are_named(options: dict) -> None:
     with pytest.raises(UserError):

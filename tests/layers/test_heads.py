@@ -122,11 +122,12 @@ def test_noisy_top_k_refuses_ties_and_odd_shares() -> None:
         NoisyTopKHeads(5, [8], share=0)
 
 
-def test_grouped_channels_share_a_gate() -> None:
-    heads = GateHeads(4, [5, 6], init="normal(0, 1)", group=3)
-    assert heads.weight.shape == (2 + 2, 4)
-    e = torch.rand(7, 4).softmax(dim=1)
-    rows = F.relu(e @ heads.weight.T)
-    first, second = heads(e)
-    torch.testing.assert_close(first, rows[:, [0, 0, 0, 1, 1]])
-    torch.testing.assert_close(second, rows[:, [2, 2, 2, 3, 3, 3]])
+def test_closed_channels_stay_closed_for_every_mixture() -> None:
+    heads = GateHeads(4, [5, 6], init="normal(1, 1)")
+    e = torch.cat([simplex(50, 4), torch.eye(4)])
+    before = heads.concatenated(e)
+    heads.close(torch.tensor([0, 7]))
+    after = heads.concatenated(e)
+    assert (after[:, [0, 7]] == 0).all() and (before[:, [0, 7]] > 0).any()
+    others = [c for c in range(11) if c not in (0, 7)]
+    assert torch.equal(after[:, others], before[:, others])

@@ -1,20 +1,24 @@
 """The sparse engine against the masked-dense model, every way of it."""
 
 import copy
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from helpers import random_gates, randomise_statistics
 from torch import Tensor
 
-from deepmoe.bench.routes import set_routes
+from deepmoe.bench.random_routes import set_routes
 from deepmoe.errors import UserError
 from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, list_models
-from deepmoe.sparse import SparseModel, sparsify
+from deepmoe.sparse import Plan, SparseModel, convolution, sparsify
+from deepmoe.sparse.folding import fold
 from deepmoe.sparse.planner import TRIALS
-from deepmoe.sparse.routes import in_order
+from deepmoe.sparse.route_groups import in_order
 
 SINGLE, HALF = 1e-4, 2e-2  # relative errors allowed
 SETTLED = 16  # runs after which every way of every layer has been tried
@@ -105,11 +109,6 @@ def test_a_precision_other_than_the_models_own(own: torch.dtype, run: torch.dtyp
                 assert error(sparse(x.to(own)).logits.double(), expected.double()) <= SINGLE
 
 
-def test_a_batch_without_images_is_refused() -> None:
-    with pytest.raises(UserError, match="no images"):
-        sparsify(make("vgg11", wide=0.25))(torch.zeros(0, 3, 32, 32))
-
-
 def test_mixed_batch_with_shared_routes_and_a_closed_layer() -> None:
     model = make("vgg16", wide=0.25)
     gates = random_gates(model.backbone.gate_widths, 6)
@@ -194,10 +193,97 @@ def test_original_model_is_left_alone_and_is_not_needed() -> None:
     assert error(sparse(x).logits, expected) <= SINGLE
 
 
-def test_a_sparse_model_can_not_be_moved() -> None:
-    sparse = sparsify(create_model("vgg11", wide=0.25))
-    with pytest.raises(UserError, match="move the model"):
-        sparse.double()
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda s: s.double(), "move the model, then sparsify"),
+        (lambda s: s.load_state_dict({}), "load them, then sparsify"),
+        (lambda s: s.state_dict(), "save the model it was made of"),
+        (copy.deepcopy, "can't be copied or pickled"),
+        (copy.copy, "can't be copied or pickled"),
+        (pickle.dumps, "can't be copied or pickled"),
+        (lambda s: torch.save(s, io.BytesIO()), "can't be copied or pickled"),
+        (sparsify, "sparse already"),
+        (lambda s: s.train(), "can't be trained"),
+        (lambda s: s(torch.zeros(0, 3, 32, 32)), "no images in the batch"),
+        (lambda s: s(torch.zeros(2, 1, 32, 32)), r"images come normalised.*\(2, 1, 32, 32\)"),
+        (lambda s: s(torch.zeros(2, 4, 32, 32)), "images come normalised"),
+        (lambda s: s(torch.zeros(3, 32, 32)), "images come normalised"),
+        (lambda s: s(torch.zeros(2, 3, 32)), "images come normalised"),
+        (lambda s: s(torch.zeros(2, 3, 32, 32, dtype=torch.uint8)), "not as uint8"),
+        (lambda s: s(torch.zeros(2, 3, 16, 16)), "needs at least 32 px"),
+        (lambda s: s(torch.zeros(2, 3, 32, 32, device="meta")), "are on meta"),
+    ],
+)
+def test_misuse_of_a_sparse_model_gets_one_sentence(misuse, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        misuse(sparsify(create_model("vgg11", wide=0.25).eval()))
+
+
+def test_threads_may_share_a_sparse_model() -> None:
+    model = with_varied_routes(make("vgg16", wide=0.25), routes=5)
+    images = torch.randn(24, 3, 32, 32)
+    with torch.inference_mode():
+        expected = model(images).logits
+    sparse = sparsify(model)
+
+    def wrong(image: int) -> bool:
+        logits = sparse(images[image : image + 1]).logits
+        return error(logits, expected[image : image + 1]) > SINGLE
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(wrong, list(range(24)) * 20)) == 0
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    model = create_model("vgg11", wide=0.25)
+    model.backbone.convs[3].conv.weight.data[0] = float("nan")
+    with pytest.raises(UserError, match="not finite"):
+        sparsify(model)
+
+
+def test_a_plan_is_kept_to_and_an_empty_one_measures_nothing() -> None:
+    model = with_varied_routes(make("vgg16", wide=0.25), routes=5)
+    x = torch.randn(1, 3, 32, 32)
+    measured = sparsify(model)
+    while not measured.planner.chosen:
+        measured(x)
+    planned, unplanned = (sparsify(model, plan=p) for p in (measured.plan, Plan()))
+    with torch.inference_mode():
+        assert torch.equal(planned(x).logits, measured(x).logits)
+        assert planned.plan == measured.plan
+        first = unplanned(x).logits
+        assert error(first, model(x).logits) <= SINGLE
+        assert torch.equal(unplanned(x).logits, first)
+    assert not unplanned.planner.times and not unplanned.dynamic.planner.times
+
+
+def test_a_bias_moves_though_nothing_is_named_shortcut(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("resnet18_cifar", wide=0.25)
+    moved = fold(model.backbone, torch.float32)
+    pairs = model.backbone.additions()
+    assert pairs and all(moved[a].bias is None and moved[b].bias is not None for a, b in pairs)
+    monkeypatch.setattr(type(model.backbone), "additions", lambda self: [])
+    assert all(layer.bias is not None for layer in fold(model.backbone, torch.float32).values())
+
+
+@pytest.mark.parametrize("broken", ["gone", "wrong"])
+def test_fused_operators_are_tried_before_they_are_used(broken: str, monkeypatch) -> None:
+    def fused(layer, weight, x, onto):
+        if broken == "gone":
+            raise AttributeError("no such operator")
+        return torch.zeros(2, 8, 6, 6)
+
+    monkeypatch.setattr(convolution, "_by_onednn", fused)
+    convolution._fused_by_onednn.cache_clear()
+    try:
+        assert not convolution.onednn_runs(torch.zeros(1))
+        model = make("vgg11", wide=0.25)
+        x = torch.randn(2, 3, 32, 32)
+        with torch.inference_mode():
+            assert error(sparsify(model)(x).logits, model(x).logits) <= SINGLE
+    finally:
+        convolution._fused_by_onednn.cache_clear()
 
 
 def test_a_dense_model_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Trains, and does something to itself at a chosen point: `killed_run.py OUT ACTION N [N]`."""
+"""Trains, and does something to itself: `killed_run.py OUT ACTION N,N... [KEY=VALUE...]`."""
 
 import os
 import signal
@@ -6,55 +6,65 @@ import sys
 
 from helpers import tiny_config
 
+from deepmoe import files
+from deepmoe.checkpoint import CheckpointStore
 from deepmoe.data import BatchLoader
 from deepmoe.errors import UserError
-from deepmoe.training import checkpoint, fit
+from deepmoe.training import fit
+from deepmoe.training.log import RunLog
 
 
 def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def signal_at_batch(number: signal.Signals, epoch: int, batch: int) -> None:
+def signal_at_batch(number: signal.Signals, epoch: int, batch: int, times: int = 1) -> None:
     """Sends itself a signal before this batch of this epoch."""
     original = BatchLoader.epoch
 
     def epoch_with_signal(self, which, start=0):
         for i, item in enumerate(original(self, which, start), start):
             if (which, i) == (epoch, batch):
-                send(number)
+                for _ in range(times):
+                    send(number)
             yield item
 
     BatchLoader.epoch = epoch_with_signal
 
 
-def kill_at_write(count: int) -> None:
-    """Dies in the count-th file that is written, before it takes its name."""
-    left = [count]
-    original = os.fsync
+def before_call(owner: object, name: str, number: signal.Signals, count: int) -> None:
+    """Sends itself a signal before the count-th call of a method."""
+    left, original = [count], getattr(owner, name)
 
-    def fsync_until_death(descriptor):
+    def call_with_signal(*arguments, **options):
         left[0] -= 1
         if left[0] == 0:
-            send(signal.SIGKILL)
-        original(descriptor)
+            send(number)
+        return original(*arguments, **options)
 
-    checkpoint.os.fsync = fsync_until_death
+    setattr(owner, name, call_with_signal)
 
 
 ACTIONS = {
     "kill-batch": lambda *at: signal_at_batch(signal.SIGKILL, *at),
     "term-batch": lambda *at: signal_at_batch(signal.SIGTERM, *at),
+    "term-twice": lambda *at: signal_at_batch(signal.SIGTERM, *at, times=2),
     "hup-batch": lambda *at: signal_at_batch(signal.SIGHUP, *at),
     "int-batch": lambda *at: signal_at_batch(signal.SIGINT, *at),
-    "kill-write": kill_at_write,
+    # In the count-th file that is written, before it takes its name.
+    "kill-write": lambda count: before_call(files.os, "fsync", signal.SIGKILL, count),
+    # After the count-th checkpoint: before its metrics are written, before its other names are.
+    "kill-metrics": lambda count: before_call(RunLog, "write", signal.SIGKILL, count),
+    "kill-keep": lambda count: before_call(CheckpointStore, "keep_epoch", signal.SIGKILL, count),
+    "term-evaluation": lambda count: before_call(BatchLoader, "__iter__", signal.SIGTERM, count),
 }
 
 if __name__ == "__main__":
-    out, action, *numbers = sys.argv[1:]
+    out, action, numbers, *settings = sys.argv[1:]
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
-    ACTIONS[action](*map(int, numbers))
+    ACTIONS[action](*map(int, numbers.split(",")))
     try:
-        fit(tiny_config(), out, resume=True, quiet=True)
+        fit(tiny_config(*settings), out, resume=True, quiet=True)
     except UserError as error:
+        print(error, file=sys.stderr)
         sys.exit(error.exit_code)

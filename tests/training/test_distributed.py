@@ -21,7 +21,6 @@ OVERRIDES = [
     "train.sync_bn=true",
     "train.precision=64-true",
     "train.target_macs=0.6",
-    "embedding.temperature=[1, 1]",  # drawn for each process's images
 ]
 
 

@@ -8,9 +8,11 @@ import torch
 from helpers import tiny_config
 from PIL import Image
 
+from deepmoe.checkpoint import load_checkpoint
 from deepmoe.config import load_config
 from deepmoe.errors import UserError
-from deepmoe.training import fit, load_checkpoint, predict
+from deepmoe.evaluation import predict
+from deepmoe.training import fit
 from deepmoe.training.log import read_metrics
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -1,0 +1,297 @@
+"""Checkpoints: one safetensors file with weights, optimiser state, configuration and progress."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from deepmoe.config import RunConfig, config_from_dict, config_to_dict
+from deepmoe.data import DataInfo
+from deepmoe.errors import UserError
+from deepmoe.files import write_atomically
+from deepmoe.layers import RouteCodebook
+from deepmoe.model import DeepMoE
+from deepmoe.registry import model_from_config
+from deepmoe.schema import from_plain
+
+FORMAT = "deepmoe"
+FORMAT_VERSION = 2  # since 2 with a checksum; version 1 is still read
+LAST_NAME = "last.safetensors"
+BEST_NAME = "best.safetensors"
+MODEL, OPTIMIZER = "model.", "optimizer."  # what tensors are named after
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "I64": torch.int64}  # what models consist of
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """How far a run is: all that training needs besides tensors to go on."""
+
+    epoch: int = 0  # finished epochs, over both stages
+    batch: int = 0  # finished batches of the epoch after them
+    sums: tuple[float, ...] = ()  # of that epoch's losses and counts so far
+    best: float | None = None  # best accuracy so far
+    is_best: bool = False  # whether it is that of the last finished epoch
+    budget_met: bool = False  # whether the epoch after them has met the compute budget, too
+    metrics: tuple[dict[str, Any], ...] = ()  # of epochs since the checkpoint before
+
+    def check(self, total_epochs: int) -> None:
+        """Raises a UserError for a state that no run can be in."""
+        numbers = (*self.sums, 0.0 if self.best is None else self.best)
+        named = all(isinstance(line.get("epoch"), int) for line in self.metrics)
+        inside = 0 <= self.epoch < total_epochs or (self.epoch == total_epochs and not self.batch)
+        # The last of the sums counts batches, in each process.
+        counted = 0 <= self.batch <= (self.sums[-1] if self.sums else 0)
+        if not (inside and counted and named and all(map(math.isfinite, numbers))):
+            raise UserError(
+                f"no run of {total_epochs} epochs can be {self.epoch} epochs "
+                f"and {self.batch} batches along"
+            )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A trained model with all that is needed to use it or to go on training it."""
+
+    model: DeepMoE
+    config: RunConfig
+    info: DataInfo
+    state: TrainState
+    optimizer_state: dict[str, dict[str, Tensor]]  # by parameter name
+
+
+def save_checkpoint(
+    path: str | Path,
+    model: DeepMoE,
+    config: RunConfig,
+    info: DataInfo,
+    state: TrainState,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Writes a checkpoint; whoever kills the process finds either the old file or the new one."""
+    tensors = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
+    if optimizer is not None:
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"{OPTIMIZER}{key}.{name}"] = value
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = {
+        "format": FORMAT,
+        "format_version": str(FORMAT_VERSION),
+        "config": json.dumps(config_to_dict(config)),
+        "data": json.dumps(dataclasses.asdict(info)),
+        "state": json.dumps(dataclasses.asdict(state)),
+    }
+    header["checksum"] = _checksum(header, tensors)
+    write_atomically(Path(path), save(tensors, header))
+
+
+class CheckpointStore:
+    """The checkpoints of a run's folder: the last, the newest few of finished epochs, the best.
+
+    Args:
+        folder: of the run.
+        keep: how many of the finished epochs to keep.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.last = folder / LAST_NAME
+        self.best = folder / BEST_NAME
+
+    def keep_epoch(self, state: TrainState) -> None:
+        """Gives the last checkpoint, of a finished epoch, its other names; drops old ones.
+
+        Can be done again: a run may have been killed before it came to this.
+        """
+        if state.is_best:
+            _link(self.last, self.best)
+        if self.keep:
+            _link(self.last, self.folder / f"epoch-{state.epoch:04d}.safetensors")
+        for old in self.epochs()[: -self.keep or None]:
+            old.unlink()
+
+    def epochs(self) -> list[Path]:
+        """Checkpoints of finished epochs, oldest first."""
+        return sorted(self.folder.glob("epoch-*.safetensors"))
+
+    def clear(self) -> None:
+        """Removes all checkpoints."""
+        for path in [self.last, self.best, *self.epochs()]:
+            path.unlink(missing_ok=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Makes a second name for a file that is never changed in place; a copy where that fails."""
+    draft = target.with_name(f"{target.name}.tmp")
+    try:
+        draft.unlink(missing_ok=True)
+        try:
+            os.link(source, draft)
+        except OSError:
+            shutil.copyfile(source, draft)
+        draft.replace(target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}") from error
+
+
+def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Checkpoint:
+    """Reads a checkpoint and rebuilds its model, in evaluation mode.
+
+    Nothing is allocated before the file is known to hold what its header says.
+
+    Raises:
+        UserError: where the file is missing, damaged, not ours, from a later format, or has weights
+            that are not finite.
+    """
+    file = _File(Path(path))
+    config, info, state = file.parse(used=True)
+    with torch.device("meta"):
+        model = model_from_config(config, info.classes)
+    if config.train.precision == "64-true":
+        model.double()
+    if not _fits(file, model):
+        raise UserError(f"checkpoint {path} does not fit its own model {config.model.name}")
+    tensors = file.read()
+    weights = _ungrouped(_with_prefix(tensors, MODEL), file.heads_group, model)
+    if "codebook.codes" in weights:
+        codes, weight = weights["codebook.codes"], weights["codebook.weight"]
+        model.codebook = RouteCodebook(codes, weight, model.backbone.gate_widths)
+    if "thresholds" in weights:
+        model.thresholds = torch.empty_like(weights["thresholds"], device="meta")
+    model.load_state_dict(weights, assign=True)
+    try:
+        model.check_finite()
+    except UserError as error:
+        raise UserError(f"checkpoint {path}: {error}") from error
+    optimizer_state: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in _with_prefix(tensors, OPTIMIZER).items():
+        key, _, name = full_name.partition(".")
+        optimizer_state.setdefault(name, {})[key] = tensor
+    return Checkpoint(model.to(device).eval(), config, info, state, optimizer_state)
+
+
+def read_progress(path: str | Path) -> tuple[RunConfig, TrainState]:
+    """What a checkpoint is of, and how far it is, without its weights.
+
+    Raises:
+        UserError: as `load_checkpoint` does, and for settings of training that are gone.
+    """
+    config, _, state = _File(Path(path)).parse(used=False)
+    return config, state
+
+
+class _File:
+    """A checkpoint's file: its header, the shapes of its tensors, and on demand these."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise UserError(f"no checkpoint at {path}")
+        self.path = path
+        try:
+            with safe_open(path, framework="pt") as file:
+                self.header: dict[str, str] = file.metadata() or {}
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                self.shapes = {
+                    name: (torch.Size(s.get_shape()), DTYPES.get(s.get_dtype()))
+                    for name, s in slices.items()
+                }
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"checkpoint {path} is damaged, or not a safetensors file") from error
+        if self.header.get("format") != FORMAT:
+            raise UserError(f"{path} is a safetensors file, but not a deepmoe checkpoint")
+        version = self.header.get("format_version", "")
+        if version not in ("1", str(FORMAT_VERSION)):
+            raise UserError(
+                f"checkpoint {path} has format version {version or 'none'}; "
+                f"this deepmoe reads up to version {FORMAT_VERSION}"
+            )
+
+    def parse(self, *, used: bool) -> tuple[RunConfig, DataInfo, TrainState]:
+        """The header as what it stands for; `used` as in `config_from_dict`."""
+        try:
+            values = json.loads(self.header["config"])
+            config = config_from_dict(values, used=used)
+            info = from_plain(json.loads(self.header["data"]), DataInfo)
+            state = from_plain(json.loads(self.header["state"]), TrainState)
+            state.check(config.train.total_epochs)
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise UserError(f"checkpoint {self.path} has a damaged header: {reason}") from error
+        group = values.get("heads", {}).get("group", 1)  # version 1: channels that share a gate
+        self.heads_group = group if isinstance(group, int) and group > 0 else 1
+        return config, info, state
+
+    def read(self) -> dict[str, Tensor]:
+        """All tensors, as they were saved."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in self.shapes}
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"checkpoint {self.path} is damaged") from error
+        header = {key: value for key, value in self.header.items() if key != "checksum"}
+        is_sealed = header["format_version"] != "1"
+        if is_sealed and self.header.get("checksum") != _checksum(header, tensors):
+            raise UserError(f"checkpoint {self.path} is damaged: its checksum does not fit")
+        return tensors
+
+
+def _checksum(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _fits(file: _File, model: DeepMoE) -> bool:
+    """Whether the file holds the model's tensors, and an optimiser's for its parameters."""
+    widths = model.backbone.gate_widths
+    dtype = next(model.parameters()).dtype
+    expected = {
+        name: (tensor.shape, tensor.dtype)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+    }
+    if model.heads is not None and file.heads_group > 1:
+        rows = sum(-(-width // file.heads_group) for width in widths)
+        expected["heads.weight"] = (torch.Size((rows, model.heads.weight.shape[1])), dtype)
+    parameters = {name: expected[name] for name, _ in model.named_parameters()}
+    found = _with_prefix(file.shapes, MODEL)
+    if model.gated and "thresholds" in found:
+        expected["thresholds"] = (torch.Size((sum(widths),)), dtype)
+    if model.gated and "codebook.codes" in found:
+        codes = found["codebook.codes"][0]
+        if len(codes) == 2 and codes[0]:
+            expected["codebook.codes"] = (torch.Size((codes[0], sum(widths))), dtype)
+            expected["codebook.weight"] = (torch.Size((sum(widths),)), dtype)
+    moments = _with_prefix(file.shapes, OPTIMIZER)
+    return found == expected and all(
+        shape == parameters.get(name.partition(".")[2]) for name, shape in moments.items()
+    )
+
+
+def _ungrouped(weights: dict[str, Tensor], group: int, model: DeepMoE) -> dict[str, Tensor]:
+    """Version 1 had gates for several neighbouring channels: each gets one of its own, the same."""
+    if group == 1 or model.heads is None:
+        return weights
+    widths = model.backbone.gate_widths
+    rows = weights["heads.weight"].split([-(-width // group) for width in widths])
+    each = [r.repeat_interleave(min(group, w), 0)[:w] for r, w in zip(rows, widths, strict=True)]
+    return {**weights, "heads.weight": torch.cat(each)}
+
+
+def _with_prefix(found: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {n.removeprefix(prefix): v for n, v in found.items() if n.startswith(prefix)}

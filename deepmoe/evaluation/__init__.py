@@ -1,0 +1,35 @@
+"""What a trained model does: accuracy, scores of segmentation, predictions, costs, curves."""
+
+from deepmoe.data import DataInfo
+from deepmoe.evaluation.accuracy import Evaluation, evaluate
+from deepmoe.evaluation.batches import Batches
+from deepmoe.evaluation.curve import cost_curve
+from deepmoe.evaluation.cut import cut_to
+from deepmoe.evaluation.gate_record import GateRecord, collect_gates
+from deepmoe.evaluation.prediction import Prediction, Unanswered, predict
+from deepmoe.evaluation.segmentation_scores import SegmentationEvaluation, evaluate_segmentation
+from deepmoe.model import DeepMoE
+
+__all__ = [
+    "Evaluation",
+    "GateRecord",
+    "Prediction",
+    "SegmentationEvaluation",
+    "Unanswered",
+    "collect_gates",
+    "cost_curve",
+    "cut_to",
+    "evaluate",
+    "evaluate_on",
+    "evaluate_segmentation",
+    "predict",
+]
+
+
+def evaluate_on(
+    model: DeepMoE, info: DataInfo, batches: Batches
+) -> Evaluation | SegmentationEvaluation:
+    """Evaluates by the measure of the data's task."""
+    if info.task == "segmentation":
+        return evaluate_segmentation(model, batches, info.class_names)
+    return evaluate(model, batches)

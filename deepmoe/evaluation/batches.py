@@ -1,0 +1,63 @@
+"""Going through images with a model: the one loop that every measurement shares."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from deepmoe.costs import active_share, count_macs
+from deepmoe.errors import UserError
+from deepmoe.model import DeepMoE, DeepMoEOutput, evaluation_mode
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+"""Normalised images and their labels."""
+
+
+def batches_for(
+    model: DeepMoE, batches: Batches, most: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images and labels where the model is; it is in evaluation mode meanwhile.
+
+    Args:
+        model: to go through the images with.
+        batches: such as a `BatchLoader`.
+        most: how many images to stop at; the last batch is cut.
+
+    Raises:
+        UserError: where there are no images.
+    """
+    device, seen = next(model.parameters()).device, 0
+    with evaluation_mode(model):
+        for x_BCHW, labels in batches:
+            room = len(x_BCHW) if most is None else min(len(x_BCHW), most - seen)
+            yield model.as_input(x_BCHW[:room]), labels[:room].to(device)
+            seen += room
+            if seen == most:
+                break
+    if not seen:
+        raise UserError("there are no images to go through")
+
+
+def size_of(x_BCHW: Tensor) -> tuple[int, int]:
+    """Height and width of images."""
+    return x_BCHW.shape[-2], x_BCHW.shape[-1]
+
+
+def summed_costs(model: DeepMoE, size: tuple[int, int], output: DeepMoEOutput) -> list[Tensor]:
+    """Over the images of a batch, the sums of their MACs and of the shares of channels that run."""
+    if output.gates is None:
+        images = torch.ones(len(output.logits), dtype=torch.float64, device=output.logits.device)
+        return [(count_macs(model, size) * images).sum(), images.sum()]
+    each = (count_macs(model, size, output.gates), active_share(output.gates))
+    return [per_image.double().sum() for per_image in each]
+
+
+@torch.no_grad()
+def gates_of_images(model: DeepMoE, batches: Batches, most: int) -> Tensor:
+    """The gates of so many images at most, of all layers; no codebook is looked at."""
+    assert model.embedding is not None
+    found = []
+    for x_BCHW, _ in batches_for(model, batches, most):
+        e_BD, _ = model.embedding(x_BCHW)
+        found.append(model.concatenated_gates(e_BD))
+    return torch.cat(found)

@@ -1,0 +1,99 @@
+"""A cheaper model from a trained one: the least important channels go, norms are measured anew."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepmoe.costs import Size, count_costs, count_macs, least
+from deepmoe.data import Loader
+from deepmoe.errors import UserError
+from deepmoe.evaluation.batches import Batches, batches_for
+from deepmoe.layers import GateHeads
+from deepmoe.model import DeepMoE
+
+JUDGED_IMAGES = 2000  # that importance and cost are measured on
+REFIT_IMAGES = 4000
+TEMPERATURE = 4.0  # a network that knows its images by heart has no gradient at 1
+
+
+def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Loader) -> DeepMoE:
+    """A copy of lower cost: channels are closed for every image, the least important first.
+
+    Every layer loses about the same share of its channels: that was better than to compare
+    importance across layers.
+
+    Args:
+        model: with ReLU heads, or a codebook.
+        size: of its input images.
+        share: of the dense base network's MACs that an image is to cost on average.
+        batches: labelled images to judge channels by.
+        refit: training images, for the norms.
+
+    Raises:
+        UserError: for a model without gates that could be closed, or a share out of reach.
+    """
+    if not isinstance(model.heads, GateHeads) and model.codebook is None:
+        raise UserError("cut closes gates of relu heads or a codebook, and this model has neither")
+    widths, dense = model.backbone.gate_widths, count_costs(model, size).macs
+    gates_NC, importance_C = _judged(model, batches)
+    ranks = [
+        of_layer.argsort().argsort() / len(of_layer) for of_layer in importance_C.split(widths)
+    ]
+    order = torch.cat(ranks).argsort(stable=True)
+
+    def share_without(count: float) -> float:
+        left = gates_NC.index_fill(1, order[: int(count)], 0.0).split(widths, dim=1)
+        return float(count_macs(model, size, left).double().mean()) / dense
+
+    whole, none = share_without(0), share_without(len(order))
+    if not none <= share <= whole:
+        raise UserError(
+            f"closing channels can't reach {share:g} of the dense MACs: "
+            f"this model goes from {whole:.3f} down to {none:.3f}"
+        )
+    count = least(lambda count: share_without(count) <= share, 0, len(order))
+    small = copy.deepcopy(model).eval()
+    if isinstance(small.heads, GateHeads):
+        small.heads.close(order[: int(count)])
+    if small.codebook is not None:
+        small.codebook.close(order[: int(count)])
+    # Augmented: others have other statistics than the network was trained with.
+    refit_norms(small, refit.epoch(0))
+    return small
+
+
+def _judged(model: DeepMoE, batches: Batches) -> tuple[Tensor, Tensor]:
+    """Gates of images, and how much each channel matters: the sum of |gate * d loss / d gate|."""
+    found, moved = [], []
+    for x_BCHW, labels in batches_for(model, batches, JUDGED_IMAGES):
+        with torch.no_grad():
+            gates, _ = model.route(x_BCHW)
+        assert gates is not None
+        with torch.enable_grad():
+            gates = tuple(g.requires_grad_() for g in gates)
+            logits = model.backbone(x_BCHW, gates).float()
+            loss = F.cross_entropy(logits / TEMPERATURE, labels, reduction="sum")
+        slopes = torch.autograd.grad(loss, gates)
+        g_BC, slope_BC = torch.cat(gates, dim=1).detach(), torch.cat(slopes, dim=1)
+        found.append(g_BC)
+        moved.append((g_BC * slope_BC).abs().sum(dim=0))
+    return torch.cat(found), torch.stack(moved).sum(dim=0)
+
+
+@torch.no_grad()
+def refit_norms(model: DeepMoE, batches: Batches) -> None:
+    """Measures mean and variance of the base network's layers on given images."""
+    norms = [m for m in model.backbone.modules() if isinstance(m, nn.BatchNorm2d)]
+    momenta, seen = [norm.momentum for norm in norms], 0
+    for norm in norms:
+        norm.reset_running_stats()
+    for x_BCHW, _ in batches_for(model, batches, REFIT_IMAGES):
+        seen += len(x_BCHW)
+        for norm in norms:
+            norm.train()
+            norm.momentum = len(x_BCHW) / seen  # all images count alike
+        model(x_BCHW)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum

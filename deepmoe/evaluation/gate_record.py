@@ -1,0 +1,48 @@
+"""A record of the gates of many images, for analysis without a model."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from deepmoe.costs import count_costs, count_macs
+from deepmoe.errors import UserError
+from deepmoe.evaluation.batches import Batches, batches_for, size_of
+from deepmoe.model import DeepMoE
+
+
+@dataclass(frozen=True)
+class GateRecord:
+    """The gates of a set of images."""
+
+    labels: np.ndarray  # (images,)
+    predictions: np.ndarray  # (images,)
+    macs: np.ndarray  # (images,)
+    gates: tuple[np.ndarray, ...]  # a layer each: (images, channels)
+    layer_names: tuple[str, ...]
+    class_names: tuple[str, ...]
+    dense_macs: int  # of the ungated base network alone
+
+
+@torch.inference_mode()
+def collect_gates(model: DeepMoE, batches: Batches, class_names: tuple[str, ...]) -> GateRecord:
+    """Records every image's gates, prediction and cost."""
+    if not model.gated:
+        raise UserError("a dense network has no gates to record")
+    rows, size = [], (0, 0)
+    for x_BCHW, labels in batches_for(model, batches):
+        size, output = size_of(x_BCHW), model(x_BCHW)
+        macs = count_macs(model, size, output.gates)
+        row = (labels, output.logits.argmax(dim=1), macs, *output.gates)
+        rows.append([tensor.cpu().numpy() for tensor in row])
+    columns = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+    layers = [layer for layer in model.backbone.layers(*size) if layer.out_gate is not None]
+    return GateRecord(
+        labels=columns[0],
+        predictions=columns[1],
+        macs=columns[2],
+        gates=tuple(columns[3:]),
+        layer_names=tuple(layer.path for layer in layers),
+        class_names=class_names,
+        dense_macs=count_costs(model, size).macs,
+    )

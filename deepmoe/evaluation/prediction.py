@@ -1,0 +1,71 @@
+"""Prediction for single image files."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepmoe.checkpoint import Checkpoint
+from deepmoe.costs import active_share, count_macs
+from deepmoe.data import read_image
+from deepmoe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable class of an image, and what it cost to say so."""
+
+    image: str
+    label: str
+    probability: float
+    macs: int
+    active: float
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """An image that could not be judged, and why."""
+
+    image: str
+    error: str
+
+
+@torch.inference_mode()
+def predict(checkpoint: Checkpoint, images: Sequence[str | Path]) -> list[Prediction | Unanswered]:
+    """Classifies image files, each resized to the size the model was trained on.
+
+    A file that can't be read, or makes the model's outputs infinite, does not keep the others
+    from being answered.
+
+    Raises:
+        UserError: where the model is no classifier, or its weights are not finite.
+    """
+    if checkpoint.info.task != "classification":
+        task = checkpoint.info.task
+        raise UserError(f"predict classifies images, but this model was trained for {task}")
+    checkpoint.model.check_finite()
+    answers: list[Prediction | Unanswered] = []
+    for path in images:
+        try:
+            answers.append(_predict(checkpoint, path))
+        except UserError as error:
+            answers.append(Unanswered(str(path), str(error)))
+    return answers
+
+
+def _predict(checkpoint: Checkpoint, path: str | Path) -> Prediction:
+    model, info = checkpoint.model, checkpoint.info
+    image = read_image(path, info.size[0], checkpoint.config.data)
+    output = model(model.as_input(info.normalise(image[None])))
+    probability, index = output.logits.float().softmax(dim=1)[0].max(dim=0)
+    if not probability.isfinite():
+        raise UserError(f"the model's outputs for {path} are not finite")
+    gates = output.gates
+    return Prediction(
+        image=str(path),
+        label=info.class_names[int(index)],
+        probability=float(probability),
+        macs=int(count_macs(model, info.size, gates)[0]) if gates else count_macs(model, info.size),
+        active=1.0 if gates is None else float(active_share(gates)[0]),
+    )

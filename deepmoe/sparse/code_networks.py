@@ -1,0 +1,112 @@
+"""Each code of a route codebook as a small network of its own; a batch is grouped by code."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from deepmoe.backbones import Backbone
+from deepmoe.cuda_graphs import GraphCache, Work, one_after_another
+from deepmoe.sparse.folding import FoldedLayer
+from deepmoe.sparse.runners import SmallNetwork
+
+# A captured network serves groups of one size: with fewer sizes it comes up again more often.
+MULTIPLE_OF_IMAGES = 4
+
+
+class CodeNetworks:
+    """The small networks of all codes, made on first use and kept under a memory limit.
+
+    Args:
+        backbone: how the layers are connected.
+        layers: of the whole network.
+        codes: for each gated convolution, the gates of all codes.
+        memory_limit: in bytes; beyond it, the network used least recently is dropped.
+        graphs: captures and runs networks on a GPU; `None` elsewhere.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        layers: Mapping[str, FoldedLayer],
+        codes: Sequence[Tensor],
+        memory_limit: int | None,
+        graphs: GraphCache | None,
+    ) -> None:
+        self.backbone = backbone
+        self.layers = layers
+        self.codes = codes
+        self.numbers = torch.arange(len(codes[0]), device=codes[0].device)
+        self.memory_limit = memory_limit
+        self.graphs = graphs
+        self.multiple = 1 if graphs is None else MULTIPLE_OF_IMAGES
+        self.networks: OrderedDict[int, SmallNetwork] = OrderedDict()
+
+    def sort(self, x_BCHW: Tensor, codes_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Sorts features of images by code. The shapes are fixed, so that it can be captured.
+
+        Returns:
+            The features sorted, and some more of them at the end; which images they are of; how
+            many images take each code.
+        """
+        images = codes_B.argsort(stable=True)
+        counts = (codes_B[:, None] == self.numbers).sum(dim=0)
+        spare = images[-1:].expand(self.multiple - 1)
+        return _images_of(x_BCHW, torch.cat([images, spare])), images, counts
+
+    def __call__(self, x_BCHW: Tensor, counts: list[int], size: tuple[int, int]) -> Tensor:
+        """Logits in the order of the features, each by the network of its code.
+
+        Args:
+            x_BCHW: features, sorted by code, as `sort` gives them.
+            counts: how many take each code.
+            size: of the images they are of.
+        """
+        works, start = [], 0
+        for code, count in enumerate(counts):
+            if count:
+                # A group takes some images of the next one along, and drops what they give.
+                rounded = -(-count // self.multiple) * self.multiple
+                network = partial(self._run, code, size)
+                x = x_BCHW[start : start + rounded]
+                works.append(Work((code, size), network, (x,), lane=code))
+                start += count
+        run_all = one_after_another
+        if self.graphs is not None and self.memory_limit is None:  # a network stays once captured
+            run_all = self.graphs.run_all
+        results = zip(run_all(works), (count for count in counts if count), strict=True)
+        return torch.cat([logits[:count] for logits, count in results])
+
+    def network_of(self, code: int) -> SmallNetwork:
+        """The network of a code, from the cache or made anew."""
+        if code not in self.networks:
+            gates = [g[code] for g in self.codes]
+            self.networks[code] = SmallNetwork(self.backbone, self.layers, gates)
+        self.networks.move_to_end(code)
+        self._make_room()
+        return self.networks[code]
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the networks that are there now."""
+        return sum(network.bytes for network in self.networks.values())
+
+    def _run(self, code: int, size: tuple[int, int], x_BCHW: Tensor) -> Tensor:
+        return self.network_of(code)(x_BCHW, size)
+
+    def _make_room(self) -> None:
+        while (
+            self.memory_limit is not None
+            and len(self.networks) > 1
+            and self.bytes > self.memory_limit
+        ):
+            self.networks.popitem(last=False)
+
+
+def _images_of(x_BCHW: Tensor, images: Tensor) -> Tensor:
+    """Some images of a batch in its memory format, which `index_select` alone would not keep."""
+    if x_BCHW.is_contiguous():
+        return x_BCHW.index_select(0, images)
+    return x_BCHW.permute(0, 2, 3, 1).index_select(0, images).permute(0, 3, 1, 2)

@@ -1,0 +1,68 @@
+"""Trained networks that a run learns from."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from deepmoe.checkpoint import Checkpoint, load_checkpoint
+from deepmoe.config import RunConfig
+from deepmoe.data import DataInfo
+from deepmoe.errors import UserError
+from deepmoe.model import DeepMoE
+
+
+class Teachers(nn.Module):
+    """Trained networks that answer together.
+
+    Args:
+        networks: one or several.
+    """
+
+    def __init__(self, networks: Sequence[DeepMoE]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Returns the mean of their logits: the geometric mean of what they hold likely."""
+        with torch.no_grad():
+            return torch.stack([network(x_BCHW).logits for network in self.networks]).mean(dim=0)
+
+
+def load_teachers(model: DeepMoE, info: DataInfo, config: RunConfig) -> Teachers | None:
+    """The run's teachers, on the device of the model to train; `None` if it has none.
+
+    Raises:
+        UserError: for one that tells other classes apart, or knows held-out images.
+    """
+    parameter, networks = next(model.parameters()), []
+    for path in config.train.teachers:
+        trained = load_trained("train.teacher", path, info, config)
+        if trained.info.class_names != info.class_names:
+            raise UserError(f"{path} tells other classes apart: its labels have other names")
+        network = trained.model.to(parameter.device, parameter.dtype)
+        if parameter.is_cuda:
+            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        networks.append(network)
+    return Teachers(networks).requires_grad_(False).eval() if networks else None
+
+
+def load_trained(key: str, path: str, info: DataInfo, config: RunConfig) -> Checkpoint:
+    """The checkpoint that a setting of a run names.
+
+    Raises:
+        UserError: where it is missing, damaged, or has learnt from images that are held out here.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"no checkpoint at {path} for {key}: that network is trained first")
+    trained = load_checkpoint(path)
+    same_data = trained.config.data.name == config.data.name
+    same_data = same_data and trained.info.class_names == info.class_names
+    holdout = config.data.holdout
+    if holdout and same_data and trained.config.data.holdout != holdout:
+        raise UserError(
+            f"{path} has learnt from images that are held out here: "
+            f"it is to be trained with data.holdout={holdout}, too"
+        )
+    return trained

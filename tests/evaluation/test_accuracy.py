@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+import torch
+
+from deepmoe.config import EmbeddingConfig, HeadsConfig
+from deepmoe.costs import active_share, count_macs
+from deepmoe.evaluation import collect_gates, evaluate
+from deepmoe.registry import create_model
+
+BATCHES = [(torch.randn(n, 3, 16, 16), torch.randint(10, (n,))) for n in (5, 3)]
+
+
+@pytest.fixture
+def model():
+    return create_model(
+        "resnet20",
+        classes=10,
+        embedding=EmbeddingConfig(widths=(8, 8)),
+        heads=HeadsConfig(init="normal(0, 1)"),
+    )
+
+
+def test_evaluation_equals_plain_means_over_images(model) -> None:
+    result = evaluate(model, BATCHES)
+    assert model.training
+    model.eval()
+    x, labels = torch.cat([b[0] for b in BATCHES]), torch.cat([b[1] for b in BATCHES])
+    with torch.no_grad():
+        output = model(x)
+    loss = torch.nn.functional.cross_entropy(output.logits, labels)
+    assert result.images == 8
+    assert result.accuracy == pytest.approx(
+        (output.logits.argmax(1) == labels).double().mean().item()
+    )
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert result.macs == count_macs(model, 16, output.gates).double().mean().item()
+    assert result.active == pytest.approx(active_share(output.gates).mean().item())
+    right = output.embedding_logits.argmax(1) == labels
+    assert result.embedding_accuracy == pytest.approx(right.double().mean().item())
+    assert result.macs_share == result.macs / count_macs(model.backbone, 16)
+
+
+def test_evaluation_leaves_frozen_parts_as_they_were(model) -> None:
+    model.train()
+    model.embedding.eval()
+    evaluate(model, BATCHES)
+    assert model.backbone.training
+    assert not model.embedding.training
+
+
+def test_no_images_is_an_error(model) -> None:
+    with pytest.raises(ValueError, match="no images"):
+        evaluate(model, [])
+
+
+def test_the_record_holds_every_images_gates(model) -> None:
+    record = collect_gates(model, BATCHES, tuple("abcdefghij"))
+    model.eval()
+    with torch.no_grad():
+        output = model(BATCHES[1][0])
+    assert record.labels.tolist() == [int(y) for _, labels in BATCHES for y in labels]
+    for recorded, gate in zip(record.gates, output.gates, strict=True):
+        np.testing.assert_allclose(recorded[5:], gate.numpy(), atol=1e-6)
+    np.testing.assert_array_equal(record.macs[5:], count_macs(model, 16, output.gates).numpy())
+    assert len(record.layer_names) == len(record.gates) == 9
+    assert record.layer_names[0] == "stages.0.0.convs.0"
+    with pytest.raises(ValueError, match="dense network"):
+        collect_gates(create_model("resnet20", gates=None), BATCHES, ())

@@ -1,0 +1,195 @@
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_config
+from safetensors.torch import load_file, save_file
+
+from deepmoe.checkpoint import TrainState, load_checkpoint, read_progress, save_checkpoint
+from deepmoe.data import DataInfo
+from deepmoe.errors import UserError
+from deepmoe.registry import model_from_config
+from deepmoe.training.trainer import make_optimizer
+
+INFO = DataInfo(tuple("0123456789"), (8, 8), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    config = tiny_config()
+    model = model_from_config(config, 10)
+    path = tmp_path / "model.safetensors"
+    save_checkpoint(path, model, config, INFO, TrainState(3))
+    return path
+
+
+def header_of(path: Path) -> dict[str, str]:
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length])["__metadata__"]
+
+
+def test_the_header_tells_format_version_and_configuration(saved) -> None:
+    header = header_of(saved)
+    assert header["format"] == "deepmoe"
+    assert header["format_version"] == "2"
+    assert json.loads(header["config"])["model"]["name"] == "resnet20"
+    loaded = load_checkpoint(saved)
+    assert (loaded.config, loaded.info, loaded.state) == (tiny_config(), INFO, TrainState(3))
+
+
+def test_optimiser_state_is_kept_by_parameter_name(tmp_path) -> None:
+    config = tiny_config()
+    model = model_from_config(config, 10)
+    optimizer = make_optimizer(model, config)
+    model(torch.randn(2, 3, 8, 8)).logits.sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "c", model, config, INFO, TrainState(1), optimizer=optimizer)
+    state = load_checkpoint(tmp_path / "c").optimizer_state
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            expected = optimizer.state[parameter]["momentum_buffer"]
+            assert torch.equal(state[name]["momentum_buffer"], expected)
+    assert state.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_no_draft_is_left_behind(saved) -> None:
+    assert [p.name for p in saved.parent.iterdir()] == [saved.name]
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
+def test_damaged_files_are_named(saved, keep: int) -> None:
+    saved.write_bytes(saved.read_bytes()[:keep])
+    with pytest.raises(UserError, match="is damaged, or not a safetensors file"):
+        load_checkpoint(saved)
+
+
+def test_foreign_files_are_named(saved, tmp_path) -> None:
+    with pytest.raises(UserError, match="no checkpoint at"):
+        load_checkpoint(tmp_path / "missing.safetensors")
+    with pytest.raises(UserError, match="no checkpoint at"):
+        load_checkpoint(tmp_path)
+    torch.save({"weight": torch.ones(3)}, tmp_path / "pickle.pt")
+    with pytest.raises(UserError, match="not a safetensors file"):
+        load_checkpoint(tmp_path / "pickle.pt")
+    save_file({"weight": torch.ones(3)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(UserError, match="but not a deepmoe checkpoint"):
+        load_checkpoint(tmp_path / "foreign.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": "3"}, "has format version 3; this deepmoe reads up to version 2"),
+        ({"format_version": None}, "format version none"),
+        ({"config": "{"}, "damaged header"),
+        (
+            {"config": '{"model": {"nmae": "vgg16"}}'},
+            "damaged header: unknown config key model.nmae",
+        ),
+        ({"config": "[1]"}, "damaged header"),
+        ({"config": "[" * 100000}, "damaged header"),
+        ({"data": "{}"}, "damaged header"),
+        ({"data": "[1]"}, "damaged header"),
+        ({"data": '{"class_names": [], "size": [8], "mean": [0], "std": [0]}'}, "damaged header"),
+        ({"state": '{"epoch": "three"}'}, "damaged header"),
+        ({"state": '{"epoch": -5}'}, "damaged header"),
+        ({"state": '{"epoch": 50}'}, "no run of 4 epochs can be 50 epochs and 0 batches along"),
+        ({"state": '{"epoch": 4, "batch": 1, "sums": [1.0]}'}, "damaged header: no run"),
+        ({"state": '{"epoch": 1, "batch": -5}'}, "damaged header: no run"),
+        ({"state": '{"epoch": 1, "batch": 1000000000}'}, "damaged header: no run"),
+        ({"state": '{"epoch": 1, "batch": 7, "sums": [1.0, 6.0]}'}, "damaged header: no run"),
+        ({"state": '{"epoch": 1, "batch": 2, "sums": [NaN, 6.0]}'}, "damaged header: no run"),
+        ({"state": '{"epoch": 1, "best": Infinity}'}, "damaged header: no run"),
+        ({"state": '{"epoch": 1, "metrics": [{}]}'}, "damaged header: no run"),
+        ({"state": '{"epoch": 1, "metrics": [3]}'}, "damaged header"),
+        ({"config": '{"model": {"wide": 1e9}}'}, "damaged header: model.wide must lie"),
+        ({"config": '{"model": {"wide": 1000}}'}, "does not fit its own model resnet20"),
+        ({"config": '{"embedding": {"widths": [100000, 100000]}}'}, "does not fit its own model"),
+        ({"config": '{"schema": 9}'}, "damaged header: .*schema 9"),
+        ({"checksum": "0" * 64}, "is damaged: its checksum does not fit"),
+        ({"checksum": None}, "is damaged: its checksum does not fit"),
+        (
+            {"data": '{"class_names": ["a"], "size": [8, 8], "mean": [0, 0, 0], "std": [1, 1, 1]}'},
+            "damaged header",
+        ),
+        ({"config": '{"model": {"name": "vgg16"}}'}, "does not fit its own model vgg16"),
+    ],
+)
+def test_odd_headers_are_named(saved, changes: dict, message: str) -> None:
+    header = {k: v for k, v in (header_of(saved) | changes).items() if v is not None}
+    save_file(load_file(saved), saved, header)
+    with pytest.raises(UserError, match=message):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.backbone.fc.weight", "optimizer.momentum_buffer.heads.weight"]
+)
+@pytest.mark.parametrize("tensor", [torch.ones(3), torch.ones(10, 64, dtype=torch.float64)])
+def test_odd_tensors_are_named(saved, name: str, tensor: torch.Tensor) -> None:
+    save_file({**load_file(saved), name: tensor}, saved, header_of(saved))
+    with pytest.raises(UserError, match="does not fit its own model resnet20"):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("place", [-1, -5000, -20000])
+def test_a_flipped_bit_is_noticed(saved, place: int) -> None:
+    content = bytearray(saved.read_bytes())
+    content[place] ^= 1
+    saved.write_bytes(content)
+    with pytest.raises(UserError, match="checksum does not fit"):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("rows", [60_000, 1])
+def test_codes_that_are_not_there_are_not_made_room_for(saved, rows: int, monkeypatch) -> None:
+    """A header of a few bytes must not ask for gigabytes."""
+    tensors = load_file(saved) | {
+        "model.codebook.codes": torch.empty(rows, 0),
+        "model.codebook.weight": torch.empty(0),
+    }
+    save_file(tensors, saved, header_of(saved))
+    monkeypatch.setattr("deepmoe.checkpoint.RouteCodebook", None)
+    with pytest.raises(UserError, match="does not fit its own model"):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "name", ["heads.weight", "backbone.fc.bias", "backbone.stem.bn.running_var"]
+)
+def test_weights_that_are_not_finite_are_refused(tmp_path, name: str, value: float) -> None:
+    config = tiny_config()
+    model = model_from_config(config, 10)
+    model.state_dict()[name].view(-1)[0] = value
+    path = tmp_path / "model.safetensors"
+    save_checkpoint(path, model, config, INFO, TrainState(3))
+    with pytest.raises(UserError, match=f"{name} has values that are not finite"):
+        load_checkpoint(path)
+
+
+VERSION_1 = Path(__file__).parent / "version1"
+
+
+@pytest.mark.parametrize("path", sorted(VERSION_1.glob("*.safetensors")), ids=lambda p: p.stem)
+def test_checkpoints_of_version_1_give_what_they_gave(path: Path, tmp_path) -> None:
+    expected = torch.tensor(json.loads((VERSION_1 / "logits.json").read_text())[path.stem])
+    images = torch.linspace(-2, 2, 2 * 3 * 1024).view(2, 3, 32, 32).sin()
+    loaded = load_checkpoint(path)
+    assert loaded.state.epoch == 3 and loaded.state.best == 0.5
+    logits = loaded.model(loaded.model.as_input(images)).logits
+    torch.testing.assert_close(logits.float(), expected, rtol=1e-4, atol=1e-4)
+    # Saved again, it is of the present version.
+    save_checkpoint(tmp_path / "now", loaded.model, loaded.config, loaded.info, loaded.state)
+    assert header_of(tmp_path / "now")["format_version"] == "2"
+    again = load_checkpoint(tmp_path / "now")
+    assert torch.equal(again.model(again.model.as_input(images)).logits, logits)
+
+
+def test_a_run_of_version_1_with_settings_that_are_gone_can_not_go_on() -> None:
+    assert read_progress(VERSION_1 / "gated.safetensors")[1].epoch == 3
+    with pytest.raises(UserError, match=r"heads\.revive = 0\.1 is gone"):
+        read_progress(VERSION_1 / "random_threshold.safetensors")
