@@ -11,6 +11,7 @@ from deepmoe.config import DataConfig
 from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, DataInfo
 from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import Shard
+from deepmoe.data.reading import Unreadable
 from deepmoe.data.segmentation_files import (
     LAYOUTS,
     VOID,
@@ -19,7 +20,7 @@ from deepmoe.data.segmentation_files import (
     read_colours,
     read_ids,
 )
-from deepmoe.data.workers import Unreadable, WorkerLoader
+from deepmoe.data.workers import WorkerLoader
 from deepmoe.errors import UserError
 
 # Of ImageNet, on which backbones for segmentation are trained first.
@@ -115,6 +116,7 @@ def open_segmentation(
     seed: int,
     device: torch.device | str,
     shard: Shard,
+    info: DataInfo | None = None,
 ) -> DataSource:
     """Opens `segmentation-pairs` or `cityscapes`; arguments as for `open_data`."""
     files = PairedFiles.open(config.root, LAYOUTS[config.name])
@@ -123,13 +125,19 @@ def open_segmentation(
         raise UserError(f"{config.root} has no images in {files.layout.images}/train")
     names = files.class_names(train)
     train, evaluation, evaluation_name = _split(files, train, config.holdout)
-    size = config.crop or _common_size(files, train)
-    info = DataInfo(names, size, IMAGENET_MEAN, IMAGENET_STD, "segmentation")
-    sizes = files.sizes(evaluation)
+    for pairs in (train, evaluation):
+        files.check_labels(pairs)
+    if len(names) < 2:
+        raise UserError(
+            f"{config.root} has one class only ({names[0]}): there is nothing to tell apart"
+        )
+    sizes = files.sizes(train)
+    mean, std = (info.mean, info.std) if info else (IMAGENET_MEAN, IMAGENET_STD)
+    found = DataInfo(names, config.crop or _common(sizes), mean, std, "segmentation")
 
-    def loader(pairs: Sequence[Pair]) -> WorkerLoader:
+    def loader(pairs: Sequence[Pair], sizes: set[tuple[int, int]]) -> WorkerLoader:
         return WorkerLoader(
-            SegmentationReader(files, pairs, info, config),
+            SegmentationReader(files, pairs, found, config),
             batch_size,
             seed=seed,
             device=device,
@@ -139,8 +147,10 @@ def open_segmentation(
             evaluation_batch=_evaluation_batch(sizes),
         )
 
-    training = loader(train)
-    return DataSource(info, training, loader(evaluation), training, evaluation_name)
+    training = loader(train, sizes)
+    return DataSource(
+        found, training, loader(evaluation, files.sizes(evaluation)), training, evaluation_name
+    )
 
 
 def _split(
@@ -168,16 +178,14 @@ def _split(
     return rest, [train[i] for i in sorted(chosen)], "holdout"
 
 
-def _common_size(files: PairedFiles, train: Sequence[Pair]) -> tuple[int, int]:
-    sizes = sorted(files.sizes(train))
-    if not sizes:
-        raise UserError(f"no training label map in {files.tree.root} can be read")
+def _common(sizes: set[tuple[int, int]]) -> tuple[int, int]:
     if len(sizes) > 1:
         raise UserError(
-            f"training images differ in size (heights and widths from {sizes[0]} to {sizes[-1]}), "
-            "so data.crop must be set"
+            f"training images differ in size (heights and widths from {min(sizes)} to "
+            f"{max(sizes)}), so data.crop must be set"
         )
-    return sizes[0]
+    (size,) = sizes  # not empty: a label map could be read
+    return size
 
 
 def _evaluation_batch(sizes: set[tuple[int, int]]) -> int:

@@ -1,11 +1,17 @@
 """Images and labels that belong together."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deepmoe.errors import UserError
+
+LOG = logging.getLogger("deepmoe")
+MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -39,3 +45,15 @@ def hold_out(train: Split, count: int) -> tuple[Split, Split]:
         rank[of_class] = torch.arange(int(of_class.sum()))
     order = order[torch.argsort(rank, stable=True)]
     return train[order[count:]], train[order[:count]]
+
+
+def tell_missing(classes: Sequence[str], labels: np.ndarray, what: str) -> None:
+    """Warns of classes without images: no figure shows whether they are recognised."""
+    there = set(np.unique(labels).tolist())
+    missing = [name for label, name in enumerate(classes) if label not in there]
+    if missing:
+        more = ", ..." if len(missing) > MOST_NAMED else ""
+        named = ", ".join(missing[:MOST_NAMED]) + more
+        LOG.warning(
+            "%d of %d classes have no %s images: %s", len(missing), len(classes), what, named
+        )

@@ -10,14 +10,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deepmoe.data.loader import WHOLE, Shard, derive_seed
+from deepmoe.data.reading import Unreadable
 from deepmoe.errors import UserError
 
 LOG = logging.getLogger("deepmoe")
 MOST_REPLACEMENTS = 100  # of an unreadable training image by its successors
-
-
-class Unreadable(Exception):
-    """An image file that can't be used; the message says why."""
 
 
 class SampleReader(Protocol):

@@ -1,5 +1,6 @@
 """Image folders: layout, loading, skipping, reproducible crops."""
 
+import os
 import pickle
 import zipfile
 from dataclasses import replace
@@ -13,8 +14,10 @@ from PIL import Image
 
 from deepmoe.config import DataConfig
 from deepmoe.data import DataSource, Shard, open_data
-from deepmoe.data.image_folder import ImageFolderReader, centre_box, open_image_folder, random_box
-from deepmoe.data.workers import Unreadable, WorkerLoader
+from deepmoe.data.decode import centre_box, random_box
+from deepmoe.data.image_folder import ImageFolderReader, open_image_folder
+from deepmoe.data.reading import Unreadable
+from deepmoe.data.workers import WorkerLoader
 from deepmoe.errors import UserError
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "imagenette" / "imagenette-mini.zip"
@@ -209,6 +212,80 @@ def test_an_empty_class(root: Path, folder: str) -> None:
     (root / folder / "notes.txt").unlink()
     with pytest.raises(UserError, match=f"no images in {folder}"):
         open_root(root)
+
+
+def test_one_class_is_refused(root: Path) -> None:
+    for split in ("train", "val"):
+        for name in ("class1", "class2"):
+            remove(root, f"{split}/{name}")
+    with pytest.raises(UserError, match=r"one class only \(class0\)"):
+        open_root(root)
+
+
+def test_classes_that_cannot_be_judged_are_told(root: Path, caplog) -> None:
+    remove(root, "val/class0")
+    remove(root, "val/class2")
+    open_root(root)
+    assert "2 of 3 classes have no evaluation images: class0, class2" in caplog.text
+    caplog.clear()
+    for file in sorted((root / "train" / "class1").iterdir())[1:]:
+        file.unlink()
+    open_root(root, holdout=3)
+    assert "1 of 3 classes have no training images: class1" in caplog.text
+
+
+def test_files_that_are_passed_over_are_told(root: Path, caplog) -> None:
+    open_root(root)
+    assert not caplog.records
+    (root / "train" / "class0" / "moving.gif").write_bytes(b"")
+    save(noise(0), root / "train" / "stray.png")
+    open_root(root)
+    assert "2 of 26 files in train are passed over" in caplog.text
+
+
+@pytest.mark.parametrize("other", ["CLASS0", "ｃｌａｓｓ０"])  # noqa: RUF001
+def test_classes_that_look_alike_are_told(root: Path, other: str, caplog) -> None:
+    for split in ("train", "val"):
+        (root / split / "class2").rename(root / split / other)
+    assert open_root(root).info.classes == 3
+    assert "nearly the same" in caplog.text and other in caplog.text
+
+
+def test_a_link_back_does_not_multiply_images(root: Path) -> None:
+    (root / "train" / "class0" / "up").symlink_to("..")
+    train, _ = readers(open_root(root))
+    assert np.bincount(train.labels_N).tolist() == [8, 8, 8]
+
+
+def test_a_link_to_another_class_does_not_change_labels(root: Path) -> None:
+    (root / "train" / "class0" / "more").symlink_to("../class1")
+    with pytest.raises(UserError, match=r"train/class1 and train/class0/more in .* same folder"):
+        open_root(root)
+    (root / "train" / "class0" / "more").unlink()
+    remove(root, "val")
+    (root / "val").symlink_to("train")  # to see that a network can learn at all
+    assert [len(reader) for reader in readers(open_root(root))] == [24, 24]
+
+
+def test_pipes_and_devices_among_images_are_skipped_and_counted(root: Path) -> None:
+    os.mkfifo(root / "train" / "class0" / "pipe.jpg")  # nobody ever writes into it
+    (root / "train" / "class1" / "endless.jpg").symlink_to("/dev/zero")
+    source = open_root(root, unreadable_limit=0.1)
+    assert isinstance(source.train, WorkerLoader)
+    assert [len(images) for images, _ in source.train.epoch(0)] == [8, 8, 8]
+    list(source.train)
+    assert source.train.skipped == 2
+
+
+def test_file_names_of_any_kind_and_length(root: Path) -> None:
+    names = ["line\nbreak.png", "\udcff\udcfe.png", "日本.png", "x" * 250 + ".png"]
+    for name in names:
+        save(noise(1), root / "train" / "class1" / name)
+    train, _ = readers(open_root(root))
+    assert {train.name(i) for i in range(len(train))} >= {f"train/class1/{n}" for n in names}
+    train = pickle.loads(pickle.dumps(train))
+    for index in range(len(train)):
+        train.read(index, None)
 
 
 def test_no_class_folders(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 import dataclasses
 import io
+import os
 import pickle
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +14,9 @@ from PIL import Image
 
 from deepmoe.config import DataConfig
 from deepmoe.data import open_data
-from deepmoe.data.files import FileTree
+from deepmoe.data.file_tree import FileTree
+from deepmoe.data.reading import Unreadable
 from deepmoe.data.segmentation import MEAN_COLOUR
-from deepmoe.data.workers import Unreadable
 from deepmoe.errors import UserError
 
 SIZE = (24, 40)
@@ -228,7 +231,58 @@ def test_palette_and_colour_labels(pairs: Path) -> None:
     _, label = reader(pairs).read(0, None)
     assert torch.equal(label, torch.from_numpy(np.asarray(ids).astype(np.int64)))
     ids.convert("RGB").save(path)
-    with pytest.raises(Unreadable, match="mode RGB"):
+    with pytest.raises(Unreadable, match="label map: pixels of mode RGB"):
+        reader(pairs).read(0, None)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_ids_of_few_bits_are_taken_as_they_are(depth: int, pairs: Path) -> None:
+    ids = np.random.default_rng(0).integers(0, 2**depth, SIZE)
+    (pairs / "labels/train/image0.png").write_bytes(grey_png(ids, depth))
+    (pairs / "classes.txt").write_text("\n".join(map(str, range(16))))
+    _, label = reader(pairs).read(0, None)
+    assert torch.equal(label, torch.from_numpy(ids))
+
+
+def grey_png(ids: np.ndarray, depth: int) -> bytes:
+    """By hand, as Pillow writes grey of 8 bits only."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    bits = ids[..., None] >> np.arange(depth)[::-1] & 1
+    rows = np.packbits(bits.reshape(len(ids), -1).astype(np.uint8), axis=1)
+    raw = b"".join(b"\0" + row.tobytes() for row in rows)
+    header = struct.pack(">IIBBBBB", ids.shape[1], ids.shape[0], depth, 0, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(raw)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind, data) for kind, data in parts)
+
+
+def test_label_maps_that_cannot_be_told_exactly_are_unreadable(pairs: Path) -> None:
+    path = pairs / "labels/train/image0.png"
+    ids = Image.open(path)
+    ids.save(path, "JPEG")
+    with pytest.raises(Unreadable, match="label map: JPEG instead of PNG"):
+        reader(pairs).read(0, None)
+    Image.fromarray(np.full(SIZE, 300, np.uint16)).save(path, "PNG")
+    with pytest.raises(Unreadable, match="label map: pixels of mode I;16, not ids of 8 bits"):
+        reader(pairs).read(0, None)
+
+
+def test_images_of_16_bits_are_scaled_not_clipped(pairs: Path) -> None:
+    path = pairs / "images/train/image0.png"
+    Image.fromarray(np.full(SIZE, 128 * 257, np.uint16)).save(path)
+    image, _ = reader(pairs).read(0, None)
+    assert (image == 128).all()
+
+
+def test_a_program_in_place_of_an_image_is_not_run(pairs: Path) -> None:
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 24\nshowpage\n"
+    for folder in ("images", "labels"):
+        (pairs / folder / "train/image0.png").write_bytes(script)
+    with pytest.raises(Unreadable, match="image: not an image"):
         reader(pairs).read(0, None)
 
 
@@ -323,10 +377,10 @@ def test_unusable_pairs_are_skipped_and_counted(pairs: Path, caplog) -> None:
     assert "skipped images/train/image0.png: image is 40x24 px but its label map 39x24" in (
         caplog.text
     )
-    assert "image1.png: image is damaged" in caplog.text
+    assert "image1.png: image: image file is truncated" in caplog.text
     assert list(data.evaluation) == [] and data.evaluation.skipped == 2
-    assert "image3.png: label map is damaged" in caplog.text
-    assert "image4.png: image is not an image file" in caplog.text
+    assert "image3.png: label map: image file is truncated" in caplog.text
+    assert "image4.png: image: not an image" in caplog.text
     with pytest.raises(UserError, match=r"data\.unreadable_limit"):
         list(open_pairs(pairs, crop=(8, 8)).evaluation)
 
@@ -338,8 +392,70 @@ def test_damage_inside_a_zip_is_unreadable(tmp_path: Path) -> None:
     at = content.index(b"IDAT", content.index(b"images/train/a.png")) + 20
     content[at] ^= 0xFF  # the zip's own checksum tells
     path.write_bytes(content)
-    with pytest.raises(Unreadable, match="image is damaged"):
+    with pytest.raises(Unreadable, match="image: damaged in the zip file"):
         reader(path).read(0, None)
+
+
+def test_two_images_for_one_label_map_are_refused(pairs: Path) -> None:
+    write(pairs, "images/train/image0.jpg", np.zeros((*SIZE, 3)))
+    with pytest.raises(
+        UserError, match=r"images/train/image0.jpg and images/train/image0.png .* same name"
+    ):
+        open_pairs(pairs)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_labels_that_are_all_void_are_refused(split: str, named: bool, pairs: Path) -> None:
+    if named:
+        (pairs / "classes.txt").write_text("\n".join("abcde"))
+    for path in (pairs / "labels" / split).iterdir():
+        write(pairs, f"labels/{split}/{path.name}", np.full(SIZE, 255))
+    with pytest.raises(
+        UserError, match=rf"like labels/{split}/.* holds a class: all pixels are void"
+    ):
+        open_pairs(pairs)
+    for path in (pairs / "labels" / split).iterdir():
+        Image.new("RGB", SIZE[::-1]).save(path)
+    with pytest.raises(UserError, match="holds a class: label map: pixels of mode RGB"):
+        open_pairs(pairs)
+
+
+def test_one_class_is_refused(pairs: Path) -> None:
+    (pairs / "classes.txt").write_text("everything\n")
+    for path in pairs.glob("labels/*/*"):
+        write(pairs, str(path.relative_to(pairs)), np.zeros(SIZE))
+    with pytest.raises(UserError, match=r"one class only \(everything\)"):
+        open_pairs(pairs)
+    (pairs / "classes.txt").unlink()
+    with pytest.raises(UserError, match=r"one class only \(class 0\)"):
+        open_pairs(pairs)
+
+
+def test_odd_files_of_class_names_are_one_sentence(pairs: Path) -> None:
+    path = pairs / "classes.txt"
+    for content, message in {
+        b"a\n" * 2**16: "bytes are more than",
+        b"\xff\xfea\0": "can't decode",
+        "\n".join(map(str, range(256))).encode(): "no more than 255",
+    }.items():
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"classes.txt in .*{message}"):
+            open_pairs(pairs)
+    path.write_bytes(b"\xef\xbb\xbfsky\r\nroad\r\ncar\r\ntree\r\nsign")  # as Windows writes it
+    assert open_pairs(pairs).info.class_names[:2] == ("sky", "road")
+    path.unlink()
+    os.mkfifo(path)  # nobody ever writes into it
+    with pytest.raises(UserError, match="not a regular file"):
+        open_pairs(pairs)
+
+
+def test_training_images_of_several_sizes_can_be_calibrated_on(pairs: Path) -> None:
+    write_pair(pairs, "train", "other", np.zeros((10, 12)))
+    data = open_pairs(pairs, crop=(8, 8))
+    assert data.evaluation.evaluation_batch == 8  # its images are all alike
+    sizes = [tuple(images.shape[2:]) for images, _ in data.calibration]
+    assert sorted(sizes) == [(10, 12), SIZE, SIZE, SIZE]
 
 
 def test_images_of_several_sizes(pairs: Path) -> None:
@@ -355,8 +471,10 @@ def test_images_of_several_sizes(pairs: Path) -> None:
 
 
 def test_big_evaluation_images_come_one_at_a_time(tmp_path: Path) -> None:
+    label = np.zeros((1024, 2048))
+    label[0] = 1
     for split in ("train", "test"):
-        write_pair(tmp_path, split, "a", np.zeros((1024, 2048)))
+        write_pair(tmp_path, split, "a", label)
     assert open_pairs(tmp_path).evaluation.evaluation_batch == 1
 
 
