@@ -150,6 +150,16 @@ def test_too_many_unreadable_files_stop_the_run(root: Path, workers: int) -> Non
         list(source.train.epoch(0))
 
 
+def test_nothing_to_train_on_is_one_sentence(root: Path) -> None:
+    for file in root.rglob("*.*"):
+        file.write_bytes(b"")
+    source = open_root(root, unreadable_limit=1.0)
+    with pytest.raises(UserError, match="training files in a row can't be read"):
+        list(source.train.epoch(0))
+    with pytest.raises(UserError, match=r"none of 6 files like val/class0/24.JPEG can be read"):
+        list(source.evaluation)
+
+
 def test_a_file_that_vanishes_is_unreadable(root: Path) -> None:
     reader = readers(open_root(root))[0]
     (root / reader.name(3)).unlink()

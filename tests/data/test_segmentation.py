@@ -378,7 +378,9 @@ def test_unusable_pairs_are_skipped_and_counted(pairs: Path, caplog) -> None:
         caplog.text
     )
     assert "image1.png: image: image file is truncated" in caplog.text
-    assert list(data.evaluation) == [] and data.evaluation.skipped == 2
+    with pytest.raises(UserError, match=r"none of 2 files like images/test/image3.png can"):
+        list(data.evaluation)
+    assert data.evaluation.skipped == 2
     assert "image3.png: label map: image file is truncated" in caplog.text
     assert "image4.png: image: not an image" in caplog.text
     with pytest.raises(UserError, match=r"data\.unreadable_limit"):
