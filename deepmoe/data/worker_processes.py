@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from functools import cache
-from types import FrameType
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -19,10 +19,10 @@ from deepmoe.errors import UserError
 STOP_SIGNALS = {
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)
 }
-_STARTED: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_WORKERS: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 
 
-def start_workers(loader: DataLoader) -> Iterator[Any]:
+def load_batches(loader: DataLoader) -> Iterator[Any]:
     """Iterates over a loader, whose `worker_init_fn` is `ignore_signals`.
 
     Raises:
@@ -31,21 +31,15 @@ def start_workers(loader: DataLoader) -> Iterator[Any]:
     if not loader.num_workers:
         yield from loader
         return
-    with _signals_blocked():
-        try:
-            batches = iter(loader)
-        except OSError as error:
-            raise UserError(
-                f"cannot start {loader.num_workers} processes that decode images "
-                f"({reason(error)}): set data.workers lower"
-            ) from error
-        _translate_deaths()
-    _STARTED.add(batches)
-    _end_workers_at_exit()
     try:
-        yield from batches
-    except RuntimeError as error:
-        raise _translated(error) from error
+        yield from _start(loader)
+    except (RuntimeError, OSError, EOFError) as error:  # a dead process is met in several ways
+        if isinstance(error, RuntimeError) and not str(error).startswith("DataLoader worker"):
+            raise
+        raise UserError(
+            f"a process that decodes images was killed ({reason(error)}): "
+            "where memory or /dev/shm is short, set data.workers lower"
+        ) from error
 
 
 def ignore_signals(_worker: int) -> None:
@@ -53,62 +47,55 @@ def ignore_signals(_worker: int) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _blocked())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _blocked() -> set[signal.Signals]:
-    return STOP_SIGNALS | {signal.SIGCHLD}
+def _start(loader: DataLoader) -> Any:
+    try:
+        with _signals_blocked(), _handler_of_children_kept():
+            batches: Any = iter(loader)
+    except OSError as error:
+        raise UserError(
+            f"cannot start {loader.num_workers} processes that decode images "
+            f"({reason(error)}): set data.workers lower"
+        ) from error
+    _WORKERS.update(batches._workers)
+    _end_workers_at_exit()
+    return batches
 
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Makes signals wait, for this process and for those that it starts."""
+    """Makes signals wait: for this process, and for new ones until they ignore them."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _blocked())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextlib.contextmanager
+def _handler_of_children_kept() -> Iterator[None]:
+    """Undoes PyTorch's: it would raise an error wherever this process just is when a worker dies.
+
+    A dead worker is found without it, when the next batch of it is due.
+    """
+    in_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+    before = signal.getsignal(signal.SIGCHLD) if in_main and hasattr(signal, "SIGCHLD") else None
+    yield
+    if before is not None:
+        signal.signal(signal.SIGCHLD, before)
+
+
 @cache
 def _end_workers_at_exit() -> None:
-    """Has workers told to end: multiprocessing would send SIGTERM, and wait for ever."""
+    """Ends workers before multiprocessing sends them SIGTERM, and waits for them for ever."""
 
     @atexit.register
     def end() -> None:
-        for batches in list(_STARTED):
-            batches._shutdown_workers()
-
-
-class _Deaths:
-    """PyTorch's handler of ended processes, which raises wherever the main process just is."""
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        try:
-            self.original(number, frame)
-        except RuntimeError as error:
-            raise _translated(error) from error
-
-
-def _translate_deaths() -> None:
-    # PyTorch sets its handler once, and in the main thread only.
-    if not hasattr(signal, "SIGCHLD") or threading.current_thread() is not threading.main_thread():
-        return
-    handler = signal.getsignal(signal.SIGCHLD)
-    if callable(handler) and not isinstance(handler, _Deaths):
-        signal.signal(signal.SIGCHLD, _Deaths(handler))
-
-
-def _translated(error: RuntimeError) -> Exception:
-    if not str(error).startswith("DataLoader worker"):
-        return error
-    return UserError(
-        f"a process that decodes images was killed ({reason(error)}): "
-        "where memory is short, set data.workers lower"
-    )
+        for worker in list(_WORKERS):
+            with contextlib.suppress(AssertionError, ValueError):  # of another process; closed
+                worker.kill()

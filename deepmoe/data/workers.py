@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from deepmoe.data.loader import WHOLE, Shard, derive_seed
 from deepmoe.data.reading import Unreadable
-from deepmoe.data.worker_processes import ignore_signals, start_workers
+from deepmoe.data.worker_processes import ignore_signals, load_batches
 from deepmoe.errors import UserError
 
 LOG = logging.getLogger("deepmoe")
@@ -140,7 +140,7 @@ class WorkerLoader:
                 persistent_workers=self.workers > 0,
                 worker_init_fn=ignore_signals,
             )
-        for images, labels, unreadable in start_workers(self._loader):
+        for images, labels, unreadable in load_batches(self._loader):
             self._count(unreadable)
             device = self.device
             yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)

@@ -14,7 +14,6 @@ from PIL import Image
 
 from deepmoe.config import DataConfig
 from deepmoe.data import DataSource, Shard, open_data
-from deepmoe.data.decode import centre_box, random_box
 from deepmoe.data.image_folder import ImageFolderReader, open_image_folder
 from deepmoe.data.reading import Unreadable
 from deepmoe.data.workers import WorkerLoader
@@ -318,59 +317,6 @@ def test_impossible_options(root: Path, options: dict[str, object], message: str
         open_root(root, **options)
 
 
-def by_the_book(rng: np.random.Generator, min_area: float, width: int, height: int) -> tuple:
-    """torchvision's RandomResizedCrop.get_params, line by line, with draws from `rng`."""
-    area = height * width
-    log_ratio = np.log(np.array([3 / 4, 4 / 3]))
-    for _ in range(10):
-        target_area = area * rng.uniform(min_area, 1.0)
-        aspect_ratio = np.exp(rng.uniform(log_ratio[0], log_ratio[1]))
-        w = round(np.sqrt(target_area * aspect_ratio))
-        h = round(np.sqrt(target_area / aspect_ratio))
-        if 0 < w <= width and 0 < h <= height:
-            i = rng.integers(0, height - h + 1)
-            j = rng.integers(0, width - w + 1)
-            return j, i, j + w, i + h
-    in_ratio = float(width) / float(height)
-    if in_ratio < 3 / 4:
-        w = width
-        h = round(w / (3 / 4))
-    elif in_ratio > 4 / 3:
-        h = height
-        w = round(h * (4 / 3))
-    else:
-        w, h = width, height
-    i, j = (height - h) // 2, (width - w) // 2
-    return j, i, j + w, i + h
-
-
-@pytest.mark.parametrize(
-    ("width", "height"), [(500, 375), (100, 100), (20, 300), (301, 17), (1, 1), (900, 2)]
-)
-def test_random_boxes_are_torchvisions(width: int, height: int) -> None:
-    ours, theirs = np.random.default_rng(5), np.random.default_rng(5)
-    for _ in range(200):
-        box = random_box(ours, 0.08, width, height)
-        assert box == by_the_book(theirs, 0.08, width, height)
-        assert 0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height
-
-
-def test_random_boxes_have_uniform_areas_even_ratios_and_even_places() -> None:
-    rng = np.random.default_rng(0)
-    side = 10_000
-    boxes = np.array([random_box(rng, 0.08, side, side) for _ in range(4000)])
-    w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    share, ratio = w * h / side**2, np.log(w / h)
-    small = share[share < 0.75]  # which fit a square at any of the ratios
-    assert share.min() == pytest.approx(0.08, abs=0.01)
-    counts = np.histogram(small, bins=5, range=(0.08, 0.75))[0]
-    assert counts == pytest.approx(np.full(5, len(small) / 5), rel=0.12)
-    assert ratio[share < 0.75].mean() == pytest.approx(0, abs=0.01)
-    assert ratio[share < 0.75].std() == pytest.approx(2 * np.log(4 / 3) / np.sqrt(12), rel=0.05)
-    for start, length in ((boxes[:, 0], w), (boxes[:, 1], h)):
-        assert (start / np.maximum(side - length, 1)).mean() == pytest.approx(0.5, abs=0.02)
-
-
 @pytest.mark.parametrize("suffix", ["png", "jpeg"])
 @pytest.mark.parametrize(("width", "height"), [(61, 90), (90, 61), (40, 40), (500, 375), (20, 999)])
 def test_evaluation_equals_resize_and_centre_crop(
@@ -388,13 +334,6 @@ def test_evaluation_equals_resize_and_centre_crop(
     expected = np.asarray(whole.crop((left, top, left + SIZE, top + SIZE)))
     found = reader.read(index, None)[0].permute(1, 2, 0).numpy()
     assert np.abs(found.astype(int) - expected).max() <= 1  # they round in another place
-
-
-def test_default_evaluation_box_of_imagenet() -> None:
-    # 500x375 becomes 341x256, of which 224x224 from (58, 16) are kept.
-    box = centre_box(256, 224, 500, 375)
-    expected = np.array([58 * 500 / 341, 16 * 375 / 256, 282 * 500 / 341, 240 * 375 / 256])
-    np.testing.assert_allclose(box, expected)
 
 
 def test_finish_normalises_and_changes_only_what_it_is_told_to(root: Path) -> None:

@@ -46,8 +46,8 @@ def test_a_killed_worker_is_one_sentence(tmp_path: Path) -> None:
     done = run(tmp_path, "worker")
     assert done.returncode == 1
     assert re.fullmatch(
-        r"one sentence: a process that decodes images was killed \(.*Killed.*\): "
-        r"where memory is short, set data.workers lower\n",
+        r"one sentence: a process that decodes images was killed \(.*\): "
+        r"where memory or /dev/shm is short, set data.workers lower\n",
         done.stderr,
     )
 
