@@ -19,7 +19,7 @@ from deepmoe.data.file_tree import FileTree
 from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, DataInfo
 from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import Shard
-from deepmoe.data.split import Split, hold_out, tell_missing
+from deepmoe.data.split import Split, hold_out, some_of, tell_missing
 from deepmoe.data.workers import WorkerLoader
 from deepmoe.errors import UserError
 
@@ -223,9 +223,9 @@ def _check_classes(tree: FileTree, classes: list[str]) -> None:
     alike = defaultdict(list)
     for name in classes:
         alike[unicodedata.normalize("NFKC", name).casefold()].append(name)
-    for names in alike.values():
-        if len(names) > 1:
-            LOG.warning("the names of the classes %s are nearly the same", " and ".join(names))
+    pairs = [" and ".join(names) for names in alike.values() if len(names) > 1]
+    if pairs:
+        LOG.warning("some classes have nearly the same name: %s", some_of(pairs))
 
 
 def _evaluation_folder(tree: FileTree) -> str:

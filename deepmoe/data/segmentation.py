@@ -1,5 +1,6 @@
 """Images with a label at every pixel: paired files in a folder or zip, and Cityscapes."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from deepmoe.config import DataConfig
+from deepmoe.data.decode import MOST_PIXELS
 from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, DataInfo
 from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import Shard
@@ -68,6 +70,8 @@ class SegmentationReader:
             sizes = [f"{width}x{height}" for height, width in (image.shape[:2], label.shape)]
             raise Unreadable(f"image is {sizes[0]} px but its label map {sizes[1]}")
         if rng is not None:
+            if label.size * self.config.scale[1] ** 2 > MOST_PIXELS:
+                raise Unreadable("image: too many pixels, once it is scaled by data.scale")
             image, label = self._augment(image, label, rng)
         # Copied, since PIL's memory is read-only.
         image_CHW = torch.from_numpy(image.transpose(2, 0, 1).copy())
@@ -119,6 +123,8 @@ def open_segmentation(
     info: DataInfo | None = None,
 ) -> DataSource:
     """Opens `segmentation-pairs` or `cityscapes`; arguments as for `open_data`."""
+    if config.crop and math.prod(config.crop) > MOST_PIXELS:
+        raise UserError(f"data.crop has too many pixels: {config.crop[0]} x {config.crop[1]}")
     files = PairedFiles.open(config.root, LAYOUTS[config.name])
     train = files.pairs("train")
     if not train:

@@ -52,8 +52,10 @@ def tell_missing(classes: Sequence[str], labels: np.ndarray, what: str) -> None:
     there = set(np.unique(labels).tolist())
     missing = [name for label, name in enumerate(classes) if label not in there]
     if missing:
-        more = ", ..." if len(missing) > MOST_NAMED else ""
-        named = ", ".join(missing[:MOST_NAMED]) + more
-        LOG.warning(
-            "%d of %d classes have no %s images: %s", len(missing), len(classes), what, named
-        )
+        count = f"{len(missing)} of {len(classes)}"
+        LOG.warning("%s classes have no %s images: %s", count, what, some_of(missing))
+
+
+def some_of(names: Sequence[str]) -> str:
+    """A few names, for a message."""
+    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")

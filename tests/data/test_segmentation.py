@@ -23,6 +23,7 @@ from PIL import Image
 from deepmoe.config import DataConfig
 from deepmoe.data import open_data
 from deepmoe.data.file_tree import FileTree
+from deepmoe.data.reading import Unreadable
 from deepmoe.data.segmentation import MEAN_COLOUR
 from deepmoe.errors import UserError
 
@@ -133,6 +134,14 @@ def test_an_image_smaller_than_the_crop_is_padded_with_void(tmp_path: Path) -> N
     for seed in range(20):  # and however large the shift, something of the image is left
         _, label = reader(tmp_path, crop=(8, 8), shift=99).read(0, np.random.default_rng(seed))
         assert (label != 255).any()
+
+
+def test_what_would_take_too_much_memory_is_refused(tmp_path: Path) -> None:
+    write_coordinates(tmp_path)
+    with pytest.raises(Unreadable, match="too many pixels, once it is scaled"):
+        reader(tmp_path, scale=(1.0, 400.0)).read(0, np.random.default_rng(0))
+    with pytest.raises(UserError, match=r"data.crop has too many pixels: 100000 x 100000"):
+        reader(tmp_path, crop=(100_000, 100_000))
 
 
 def test_without_a_crop_scaled_images_keep_their_size(tmp_path: Path) -> None:
