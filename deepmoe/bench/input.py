@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from deepmoe.config import DataConfig
-from deepmoe.data.files import FileTree
-from deepmoe.data.image_folder import TRAIN, ImageFolderReader, list_images
+from deepmoe.data.file_tree import FileTree
+from deepmoe.data.image_folder import TRAIN, ImageFolderReader, PackedNames, list_images
 from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, DataInfo
-from deepmoe.data.workers import Unreadable
+from deepmoe.data.reading import Unreadable
 from deepmoe.errors import UserError
 
 BATCH = 64
@@ -145,10 +145,10 @@ def _torchvision_way(folder: str, size: int) -> tuple[Prepare | None, str | None
 
 def _training_reader(root: str | Path, size: int, config: DataConfig) -> ImageFolderReader:
     tree = FileTree.open(root, TRAIN)
-    classes = tree.folders(TRAIN)
-    files, labels = list_images(tree, tree.names(), TRAIN, classes)
-    info = DataInfo(tuple(classes), (size, size), IMAGENET_MEAN, IMAGENET_STD)
-    return ImageFolderReader(tree, files, labels, info, config)
+    files, labels = list_images(tree, TRAIN, tree.folders(TRAIN))
+    # Names play no part; of the classes themselves, a few images may have only one.
+    info = DataInfo(("any", "other"), (size, size), IMAGENET_MEAN, IMAGENET_STD)
+    return ImageFolderReader(tree, PackedNames(files), labels, info, config)
 
 
 def _make_files(folder: str, count: int) -> int:

@@ -1,6 +1,6 @@
 """Data sets, batched augmentation, reproducible loaders."""
 
-from deepmoe.data.image_file import read_image
+from deepmoe.data.decode import read_image
 from deepmoe.data.info import DataInfo
 from deepmoe.data.interface import Batch, DataSource, Loader
 from deepmoe.data.loader import BatchLoader, Shard, derive_seed

@@ -1,5 +1,6 @@
 """CIFAR-10 and CIFAR-100 in both public layouts: python pickles and binary records."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,17 @@ import numpy as np
 import torch
 
 from deepmoe.data.plain_pickle import load_plain_pickle
+from deepmoe.data.reading import Unreadable, read_file
 from deepmoe.data.split import Split
 from deepmoe.errors import UserError
 
 PIXELS = 3 * 32 * 32
+MOST_BYTES = 2**29  # of a file; the largest, CIFAR-100's training images, has 2**28 at the most
+MOST_BYTES_OF_NAMES = 2**20
 
 
 @dataclass(frozen=True)
-class Layout:
+class CifarArchive:
     """Where one public archive keeps what."""
 
     folder: str
@@ -31,9 +35,9 @@ class Layout:
         return not self.labels_key
 
 
-LAYOUTS = {
+ARCHIVES = {
     "cifar10": (
-        Layout(
+        CifarArchive(
             "cifar-10-batches-py",
             train=tuple(f"data_batch_{i}" for i in range(1, 6)),
             test=("test_batch",),
@@ -41,7 +45,7 @@ LAYOUTS = {
             names_key="label_names",
             labels_key="labels",
         ),
-        Layout(
+        CifarArchive(
             "cifar-10-batches-bin",
             train=tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
             test=("test_batch.bin",),
@@ -49,7 +53,7 @@ LAYOUTS = {
         ),
     ),
     "cifar100": (
-        Layout(
+        CifarArchive(
             "cifar-100-python",
             train=("train",),
             test=("test",),
@@ -57,7 +61,7 @@ LAYOUTS = {
             names_key="fine_label_names",
             labels_key="fine_labels",
         ),
-        Layout(
+        CifarArchive(
             "cifar-100-binary",
             train=("train.bin",),
             test=("test.bin",),
@@ -85,42 +89,43 @@ def read_cifar(root: str | Path, name: str) -> tuple[Split, Split, tuple[str, ..
     Raises:
         UserError: where a file is missing, truncated or not what it should be.
     """
-    folder, layout = _find(Path(root).expanduser(), name)
+    folder, archive = _find(Path(os.path.expanduser(root)), name)
     classes = CLASSES[name]
-    names = _read_names(folder / layout.names_file, layout, classes)
-    train = _read_files([folder / file for file in layout.train], layout, classes)
-    test = _read_files([folder / file for file in layout.test], layout, classes)
+    names = _read_names(folder / archive.names_file, archive, classes)
+    train = _read_files([folder / file for file in archive.train], archive, classes)
+    test = _read_files([folder / file for file in archive.test], archive, classes)
     return train, test, names
 
 
-def _find(root: Path, name: str) -> tuple[Path, Layout]:
-    if not root.is_dir():
+def _find(root: Path, name: str) -> tuple[Path, CifarArchive]:
+    if not os.path.isdir(root):
         raise UserError(f"data folder {root} does not exist; set data.root to where {name} is")
-    for layout in LAYOUTS[name]:
-        for folder in (root / layout.folder, root):
-            if (folder / layout.train[0]).is_file() and (folder / layout.names_file).is_file():
-                return folder, layout
-    wanted = " or ".join(layout.folder for layout in LAYOUTS[name])
-    raise UserError(f"data folder {root} holds no {name}: looked for {wanted}")
+    for archive in ARCHIVES[name]:
+        for folder in (root / archive.folder, root):
+            wanted = (folder / archive.train[0], folder / archive.names_file)
+            if all(map(os.path.exists, wanted)):
+                return folder, archive
+    folders = " or ".join(archive.folder for archive in ARCHIVES[name])
+    raise UserError(f"data folder {root} holds no {name}: looked for {folders}")
 
 
-def _read_files(paths: list[Path], layout: Layout, classes: int) -> Split:
-    read = _read_records if layout.binary else _read_batch
-    parts = [read(path, layout) for path in paths]
+def _read_files(paths: list[Path], archive: CifarArchive, classes: int) -> Split:
+    read = _read_records if archive.binary else _read_batch
+    parts = [read(path, archive) for path in paths]
     for path, (_, labels) in zip(paths, parts, strict=True):
         if labels.min() < 0 or labels.max() >= classes:
             raise UserError(
                 f"{path} has labels from {labels.min()} to {labels.max()}, not 0 to {classes - 1}"
             )
-    _check_counts(paths, [len(labels) for _, labels in parts], layout)
+    _check_counts(paths, [len(labels) for _, labels in parts], archive)
     images = np.concatenate([images for images, _ in parts]).reshape(-1, 3, 32, 32)
     labels = np.concatenate([labels for _, labels in parts])
     return Split(torch.from_numpy(images), torch.from_numpy(labels))
 
 
-def _check_counts(paths: list[Path], counts: list[int], layout: Layout) -> None:
+def _check_counts(paths: list[Path], counts: list[int], archive: CifarArchive) -> None:
     """Finds files that were cut between two images, which nothing inside of them can tell."""
-    whole = OFFICIAL_COUNTS[len(layout.train), paths[0].name in layout.train]
+    whole = OFFICIAL_COUNTS[len(archive.train), paths[0].name in archive.train]
     for path, count in zip(paths, counts, strict=True):
         # Small made-up archives are welcome; what is larger than they ever are must be complete.
         expected = whole if max(counts) > SMALL_ARCHIVE else max(counts)
@@ -128,55 +133,53 @@ def _check_counts(paths: list[Path], counts: list[int], layout: Layout) -> None:
             raise UserError(f"{path} is truncated: it has {count} images instead of {expected}")
 
 
-def _read_records(path: Path, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def _read_records(path: Path, archive: CifarArchive) -> tuple[np.ndarray, np.ndarray]:
     content = _read_bytes(path)
-    record = layout.label_bytes + PIXELS
+    record = archive.label_bytes + PIXELS
     if not content or len(content) % record:
         raise UserError(
             f"{path} is truncated or not a CIFAR file: {len(content)} bytes "
             f"are not a whole number of records of {record}"
         )
     rows = np.frombuffer(content, dtype=np.uint8).reshape(-1, record)
-    labels = rows[:, layout.label_bytes - 1].astype(np.int64)
-    return rows[:, layout.label_bytes :].copy(), labels
+    labels = rows[:, archive.label_bytes - 1].astype(np.int64)
+    return rows[:, archive.label_bytes :].copy(), labels
 
 
-def _read_batch(path: Path, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def _read_batch(path: Path, archive: CifarArchive) -> tuple[np.ndarray, np.ndarray]:
     batch = load_plain_pickle(path, _read_bytes(path))
-    images, labels = batch.get("data"), batch.get(layout.labels_key)
+    images, labels = batch.get("data"), batch.get(archive.labels_key)
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8:
         raise UserError(f"{path} is not a CIFAR file: it has no uint8 array named data")
-    if images.ndim != 2 or images.shape[1] != PIXELS or not len(images):
+    if images.ndim != 2 or images.shape[1] != PIXELS:
         raise UserError(f"{path} has data of shape {images.shape}, not (images, {PIXELS})")
-    numbers = np.asarray(labels, dtype=object if _ragged(labels) else None)
-    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-        raise UserError(f"{path} is not a CIFAR file: it has no numbers named {layout.labels_key}")
-    if len(numbers) != len(images):
-        raise UserError(f"{path} has {len(images)} images but {len(numbers)} labels")
-    return images, numbers.astype(np.int64)
+    if isinstance(labels, list) and all(type(label) is int for label in labels):
+        labels = np.array(labels, dtype=np.int64)
+    if not isinstance(labels, np.ndarray) or labels.ndim != 1:
+        raise UserError(f"{path} is not a CIFAR file: it has no numbers named {archive.labels_key}")
+    if len(labels) != len(images):
+        raise UserError(f"{path} has {len(images)} images but {len(labels)} labels")
+    return images, labels.astype(np.int64)
 
 
-def _read_names(path: Path, layout: Layout, classes: int) -> tuple[str, ...]:
-    if layout.binary:
-        lines = _read_bytes(path).decode("utf-8", errors="replace").splitlines()
-        names: Any = [line.strip() for line in lines if line.strip()]
+def _read_names(path: Path, archive: CifarArchive, classes: int) -> tuple[str, ...]:
+    content = _read_bytes(path, MOST_BYTES_OF_NAMES)
+    if archive.binary:
+        names: Any = [line.strip() for line in content.splitlines() if line.strip()]
     else:
-        names = load_plain_pickle(path, _read_bytes(path)).get(layout.names_key)
+        names = load_plain_pickle(path, content).get(archive.names_key)
     if not isinstance(names, list) or not all(isinstance(n, str | bytes) for n in names):
         raise UserError(f"{path} is not a CIFAR file: it has no list of class names")
     if len(names) != classes:
         raise UserError(f"{path} names {len(names)} classes, not {classes}")
-    return tuple(n.decode("utf-8", "replace") if isinstance(n, bytes) else n for n in names)
+    texts = tuple(n.decode("utf-8", "replace") if isinstance(n, bytes) else n for n in names)
+    if len(set(texts)) < classes or not all(text and text.isprintable() for text in texts):
+        raise UserError(f"{path} does not give each class a name of its own")
+    return texts
 
 
-def _ragged(labels: object) -> bool:
-    return not isinstance(labels, np.ndarray) and not (
-        isinstance(labels, list) and all(isinstance(label, int) for label in labels)
-    )
-
-
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: Path, limit: int = MOST_BYTES) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+        return read_file(path, limit)
+    except Unreadable as error:
+        raise UserError(f"cannot read {path}: {error}") from error

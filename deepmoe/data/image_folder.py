@@ -1,8 +1,9 @@
 """ImageNet's layout: `train/CLASS/*.jpeg` and `val/CLASS/*.jpeg`, in a folder or a zip file."""
 
-import math
-import os
-from collections.abc import Callable
+import logging
+import unicodedata
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,20 +14,36 @@ from torch import Tensor
 from deepmoe.config import DataConfig
 from deepmoe.data.augment import random_mirror
 from deepmoe.data.color import random_jitter, random_lighting
-from deepmoe.data.decode import Box, decode_box
-from deepmoe.data.files import FileTree
+from deepmoe.data.decode import DEFAULT_SIZE, decode_box, evaluation_box, random_box
+from deepmoe.data.file_tree import FileTree
 from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, DataInfo
 from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import Shard
-from deepmoe.data.split import Split, hold_out
-from deepmoe.data.workers import Unreadable, WorkerLoader
+from deepmoe.data.split import Split, hold_out, some_of, tell_missing
+from deepmoe.data.workers import WorkerLoader
 from deepmoe.errors import UserError
 
-DEFAULT_SIZE = 224  # the one that data.resize is meant for
+LOG = logging.getLogger("deepmoe")
 MOST_CALIBRATION = 4096
 SUFFIXES = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 TRAIN = "train"
 EVALUATION = ("val", "validation", "test")  # the first that there is
+
+
+class PackedNames:
+    """Names of files, in two pieces of memory however many they are.
+
+    Worker processes would come to copy a list of a million strings, each on its own.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        encoded = [name.encode("utf-8", "surrogateescape") for name in names]
+        self._bytes = b"".join(encoded)
+        self._ends = np.cumsum([0, *map(len, encoded)])
+
+    def __getitem__(self, index: int) -> str:
+        encoded = self._bytes[self._ends[index] : self._ends[index + 1]]
+        return encoded.decode("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True)
@@ -35,15 +52,14 @@ class ImageFolderReader:
 
     Attributes:
         tree: the files.
-        files_N: their names as encoded by `os.fsencode`. An array, because worker processes would
-            come to copy a list of a million strings, each on its own.
+        files: their names.
         labels_N: int64.
         info: what the loaded images are.
         config: crops and augmentation.
     """
 
     tree: FileTree
-    files_N: np.ndarray
+    files: PackedNames
     labels_N: np.ndarray
     info: DataInfo
     config: DataConfig
@@ -53,7 +69,7 @@ class ImageFolderReader:
 
     def name(self, index: int) -> str:
         """The sample's file, for messages."""
-        return os.fsdecode(self.files_N[index])
+        return self.files[index]
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[Tensor, Tensor]:
         """uint8 image_CHW and its label; cropped at random with `rng`, as for evaluation without.
@@ -61,11 +77,7 @@ class ImageFolderReader:
         Raises:
             Unreadable: where the file can't be used.
         """
-        try:
-            content = self.tree.read(self.name(index))
-        except OSError as error:
-            raise Unreadable(error.strerror or str(error)) from error
-        size = self.info.size[0]
+        content, size = self.tree.read(self.name(index)), self.info.size[0]
         if rng is None:
             image = decode_box(content, evaluation_box(self.config, size), size, shrink=False)
         else:
@@ -87,52 +99,11 @@ class ImageFolderReader:
         return self.info.normalise(images), labels
 
 
-def random_box(rng: np.random.Generator, min_area: float, width: int, height: int) -> Box:
-    """A random part of an image: torchvision's RandomResizedCrop, to the letter.
-
-    The share of the area is uniform in `min_area`..1, the logarithm of width / height in that of
-    3/4..4/3. Where ten tries don't fit the image: its centre, as large as these ratios let it be.
-    """
-    narrowest, widest = 3 / 4, 4 / 3
-    for _ in range(10):
-        area = width * height * rng.uniform(min_area, 1)
-        ratio = math.exp(rng.uniform(math.log(narrowest), math.log(widest)))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            top, left = int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1))
-            return left, top, left + w, top + h
-    w = min(width, round(height * widest))
-    h = min(height, round(width / narrowest))
-    left, top = (width - w) // 2, (height - h) // 2
-    return left, top, left + w, top + h
-
-
-def evaluation_box(config: DataConfig, size: int) -> Callable[[int, int], Box]:
-    """What evaluation takes of an image, by its width and height."""
-    return partial(centre_box, round(config.resize * size / DEFAULT_SIZE), size)
-
-
-def centre_box(resize: int, size: int, width: int, height: int) -> Box:
-    """The part that is left of an image whose shorter side is resized, then cut at the centre.
-
-    Rounded as by torchvision's Resize(resize) and CenterCrop(size), but in the image's own pixels,
-    so that one resize of this part does both.
-    """
-    shorter = min(width, height)
-    resized = (int(resize * width / shorter), int(resize * height / shorter))
-    left, top = (round((side - size) / 2) for side in resized)
-    x, y = width / resized[0], height / resized[1]
-    return left * x, top * y, min((left + size) * x, width), min((top + size) * y, height)
-
-
-def list_images(
-    tree: FileTree, names: list[str], split: str, classes: list[str]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Names (encoded as `ImageFolderReader` takes them) and labels of a split's images.
+def list_images(tree: FileTree, split: str, classes: list[str]) -> tuple[list[str], np.ndarray]:
+    """Names and labels of a split's images.
 
     Args:
         tree: the data set.
-        names: of all its files.
         split: the folder that holds the split's class folders.
         classes: names of all classes, in the order of their labels.
 
@@ -148,15 +119,21 @@ def list_images(
     for folder in folders:
         if folder not in label_of:
             raise UserError(f"{tree.root} has a class {folder} in {split}, but not in {TRAIN}")
-    start = split + "/"
-    images = [n for n in names if n.startswith(start) and n.lower().endswith(SUFFIXES)]
-    images = [name for name in images if name.count("/") > 1]  # not those outside of classes
+    names = tree.names(split)
+    # Not those that lie outside of all classes.
+    images = [n for n in names if n.lower().endswith(SUFFIXES) and n.count("/") > 1]
+    if len(images) < len(names):
+        LOG.warning(
+            "%d of %d files in %s are passed over: they lie in no class, or have another ending "
+            "than %s",
+            *(len(names) - len(images), len(names), split, ", ".join(SUFFIXES)),
+        )
     labels = np.array([label_of[name.split("/")[1]] for name in images], dtype=np.int64)
     there = set(labels.tolist())
     for folder in folders:
         if label_of[folder] not in there:
             raise UserError(f"{tree.root} has no images in {split}/{folder}")
-    return np.array([os.fsencode(name) for name in images]), labels
+    return images, labels
 
 
 def open_image_folder(
@@ -166,6 +143,7 @@ def open_image_folder(
     seed: int,
     device: torch.device | str,
     shard: Shard,
+    info: DataInfo | None = None,
 ) -> DataSource:
     """Opens a folder or zip file in ImageNet's layout; arguments as of `open_data`.
 
@@ -174,21 +152,23 @@ def open_image_folder(
     """
     size = _check(config)
     tree = FileTree.open(config.root, TRAIN)
-    names = tree.names()
     classes = tree.folders(TRAIN)
-    train = list_images(tree, names, TRAIN, classes)
+    train = list_images(tree, TRAIN, classes)
+    _check_classes(tree, classes)
     if config.holdout:
         # So that recipes can be chosen without looking at the test set.
-        positions = Split(torch.arange(len(train[0])), torch.from_numpy(train[1]))
-        kept, held = (p.images.sort()[0].numpy() for p in hold_out(positions, config.holdout))
-        train, evaluation = (train[0][kept], train[1][kept]), (train[0][held], train[1][held])
+        kept, held = _spread(train[1], config.holdout)
+        train, evaluation = _select(train, np.sort(kept)), _select(train, np.sort(held))
     else:
-        evaluation = list_images(tree, names, _evaluation_folder(tree), classes)
-    info = DataInfo(tuple(classes), (size, size), IMAGENET_MEAN, IMAGENET_STD)
+        evaluation = list_images(tree, _evaluation_folder(tree), classes)
+    tell_missing(classes, train[1], "training")
+    tell_missing(classes, evaluation[1], "evaluation")
+    mean, std = (info.mean, info.std) if info else (IMAGENET_MEAN, IMAGENET_STD)
+    found = DataInfo(tuple(classes), (size, size), mean, std)
 
-    def loader(files: np.ndarray, labels: np.ndarray) -> WorkerLoader:
+    def loader(files: list[str], labels: np.ndarray) -> WorkerLoader:
         return WorkerLoader(
-            ImageFolderReader(tree, files, labels, info, config),
+            ImageFolderReader(tree, PackedNames(files), labels, found, config),
             batch_size,
             seed=seed,
             device=device,
@@ -197,17 +177,28 @@ def open_image_folder(
             unreadable_limit=config.unreadable_limit,
         )
 
-    name = "holdout" if config.holdout else "test"
     # In order, training files are sorted by class: a budget is calibrated on some of every class.
-    positions = Split(torch.arange(len(train[0])), torch.from_numpy(train[1]))
-    some = hold_out(positions, min(MOST_CALIBRATION, len(train[0]) // 2))[1].images.numpy()
+    some = _spread(train[1], min(MOST_CALIBRATION, len(train[1]) // 2))[1]
     return DataSource(
-        info,
+        found,
         train=loader(*train),
         evaluation=loader(*evaluation),
-        calibration=loader(train[0][some], train[1][some]),
-        evaluation_name=name,
+        calibration=loader(*_select(train, some)),
+        evaluation_name="holdout" if config.holdout else "test",
     )
+
+
+def _spread(labels: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of all but `count` images, and of these, which are spread over the classes."""
+    positions = Split(torch.arange(len(labels)), torch.from_numpy(labels))
+    rest, chosen = hold_out(positions, count)
+    return rest.images.numpy(), chosen.images.numpy()
+
+
+def _select(
+    images: tuple[list[str], np.ndarray], positions: np.ndarray
+) -> tuple[list[str], np.ndarray]:
+    return [images[0][i] for i in positions], images[1][positions]
 
 
 def _check(config: DataConfig) -> int:
@@ -222,6 +213,19 @@ def _check(config: DataConfig) -> int:
     if not 0 < config.min_area <= 1:
         raise UserError(f"data.min_area is a share of an image, up to 1, not {config.min_area}")
     return size
+
+
+def _check_classes(tree: FileTree, classes: list[str]) -> None:
+    if len(classes) < 2:
+        raise UserError(
+            f"{tree.root} has one class only ({classes[0]}): there is nothing to tell apart"
+        )
+    alike = defaultdict(list)
+    for name in classes:
+        alike[unicodedata.normalize("NFKC", name).casefold()].append(name)
+    pairs = [" and ".join(names) for names in alike.values() if len(names) > 1]
+    if pairs:
+        LOG.warning("some classes have nearly the same name: %s", some_of(pairs))
 
 
 def _evaluation_folder(tree: FileTree) -> str:

@@ -29,8 +29,10 @@ class DataInfo:
         colours = (*self.mean, *self.std)
         if len(self.mean) != 3 or len(self.std) != 3 or not all(map(math.isfinite, colours)):
             raise UserError("mean and std hold three finite numbers each")
-        if min(self.std) <= 0 or min(self.size) < 1 or not self.class_names:
-            raise UserError("std and size are above 0, and there is at least one class")
+        if min(self.std) <= 0 or min(self.size) < 1:
+            raise UserError("std and size are above 0")
+        if not 2 <= len(set(self.class_names)) == len(self.class_names):
+            raise UserError("there are at least two classes, each with a name of its own")
 
     @property
     def classes(self) -> int:

@@ -1,5 +1,6 @@
 """Images with a label at every pixel: paired files in a folder or zip, and Cityscapes."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,9 +9,11 @@ from PIL import Image
 from torch import Tensor
 
 from deepmoe.config import DataConfig
+from deepmoe.data.decode import MOST_PIXELS
 from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, DataInfo
 from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import Shard
+from deepmoe.data.reading import Unreadable
 from deepmoe.data.segmentation_files import (
     LAYOUTS,
     VOID,
@@ -19,7 +22,7 @@ from deepmoe.data.segmentation_files import (
     read_colours,
     read_ids,
 )
-from deepmoe.data.workers import Unreadable, WorkerLoader
+from deepmoe.data.workers import WorkerLoader
 from deepmoe.errors import UserError
 
 # Of ImageNet, on which backbones for segmentation are trained first.
@@ -67,6 +70,8 @@ class SegmentationReader:
             sizes = [f"{width}x{height}" for height, width in (image.shape[:2], label.shape)]
             raise Unreadable(f"image is {sizes[0]} px but its label map {sizes[1]}")
         if rng is not None:
+            if label.size * self.config.scale[1] ** 2 > MOST_PIXELS:
+                raise Unreadable("image: too many pixels, once it is scaled by data.scale")
             image, label = self._augment(image, label, rng)
         # Copied, since PIL's memory is read-only.
         image_CHW = torch.from_numpy(image.transpose(2, 0, 1).copy())
@@ -115,21 +120,30 @@ def open_segmentation(
     seed: int,
     device: torch.device | str,
     shard: Shard,
+    info: DataInfo | None = None,
 ) -> DataSource:
     """Opens `segmentation-pairs` or `cityscapes`; arguments as for `open_data`."""
+    if config.crop and math.prod(config.crop) > MOST_PIXELS:
+        raise UserError(f"data.crop has too many pixels: {config.crop[0]} x {config.crop[1]}")
     files = PairedFiles.open(config.root, LAYOUTS[config.name])
     train = files.pairs("train")
     if not train:
         raise UserError(f"{config.root} has no images in {files.layout.images}/train")
     names = files.class_names(train)
     train, evaluation, evaluation_name = _split(files, train, config.holdout)
-    size = config.crop or _common_size(files, train)
-    info = DataInfo(names, size, IMAGENET_MEAN, IMAGENET_STD, "segmentation")
-    sizes = files.sizes(evaluation)
+    for pairs in (train, evaluation):
+        files.check_labels(pairs)
+    if len(names) < 2:
+        raise UserError(
+            f"{config.root} has one class only ({names[0]}): there is nothing to tell apart"
+        )
+    sizes = files.sizes(train)
+    mean, std = (info.mean, info.std) if info else (IMAGENET_MEAN, IMAGENET_STD)
+    found = DataInfo(names, config.crop or _common(sizes), mean, std, "segmentation")
 
-    def loader(pairs: Sequence[Pair]) -> WorkerLoader:
+    def loader(pairs: Sequence[Pair], sizes: set[tuple[int, int]]) -> WorkerLoader:
         return WorkerLoader(
-            SegmentationReader(files, pairs, info, config),
+            SegmentationReader(files, pairs, found, config),
             batch_size,
             seed=seed,
             device=device,
@@ -139,8 +153,10 @@ def open_segmentation(
             evaluation_batch=_evaluation_batch(sizes),
         )
 
-    training = loader(train)
-    return DataSource(info, training, loader(evaluation), training, evaluation_name)
+    training = loader(train, sizes)
+    return DataSource(
+        found, training, loader(evaluation, files.sizes(evaluation)), training, evaluation_name
+    )
 
 
 def _split(
@@ -168,16 +184,14 @@ def _split(
     return rest, [train[i] for i in sorted(chosen)], "holdout"
 
 
-def _common_size(files: PairedFiles, train: Sequence[Pair]) -> tuple[int, int]:
-    sizes = sorted(files.sizes(train))
-    if not sizes:
-        raise UserError(f"no training label map in {files.tree.root} can be read")
+def _common(sizes: set[tuple[int, int]]) -> tuple[int, int]:
     if len(sizes) > 1:
         raise UserError(
-            f"training images differ in size (heights and widths from {sizes[0]} to {sizes[-1]}), "
-            "so data.crop must be set"
+            f"training images differ in size (heights and widths from {min(sizes)} to "
+            f"{max(sizes)}), so data.crop must be set"
         )
-    return sizes[0]
+    (size,) = sizes  # not empty: a label map could be read
+    return size
 
 
 def _evaluation_batch(sizes: set[tuple[int, int]]) -> int:

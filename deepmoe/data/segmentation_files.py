@@ -1,18 +1,19 @@
 """Where segmentation data sets keep images and label maps, and which classes these name."""
 
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
-from deepmoe.data.files import FileTree
-from deepmoe.data.workers import Unreadable
+from deepmoe.data.decode import open_image, to_rgb
+from deepmoe.data.file_tree import FileTree
+from deepmoe.data.reading import Unreadable
 from deepmoe.errors import UserError
 
+CLASSES_FILE = "classes.txt"
+MOST_BYTES_OF_CLASSES = 2**16
 VOID = 255
 """The label of pixels that do not count."""
 
@@ -25,7 +26,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class PairLayout:
     """How the files of a data set are named: FOLDER/SPLIT/STEM+ENDING."""
 
     images: str
@@ -48,10 +49,10 @@ class Layout:
 
 # fmt: off
 LAYOUTS = {
-    "segmentation-pairs": Layout(
+    "segmentation-pairs": PairLayout(
         "images", "labels", (".jpg", ".jpeg", ".png"), ".png", evaluation=("test", "val")
     ),
-    "cityscapes": Layout(
+    "cityscapes": PairLayout(
         "leftImg8bit", "gtFine", ("_leftImg8bit.png",), "_gtFine_labelIds.png",
         evaluation=("val",),  # the test split's labels are kept secret
         ids=(7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33),
@@ -70,22 +71,21 @@ class PairedFiles:
     """The pairs of a data set by split."""
 
     tree: FileTree
-    layout: Layout
-    names: tuple[str, ...]
+    layout: PairLayout
 
     @classmethod
-    def open(cls, root: str, layout: Layout) -> "PairedFiles":
-        """Lists a folder or zip, which may hold everything in one outer folder."""
+    def open(cls, root: str, layout: PairLayout) -> "PairedFiles":
+        """Opens a folder or zip, which may hold everything in one outer folder."""
         tree = FileTree.open(root, layout.images, layout.labels)
         if layout.images not in tree.folders():
             raise UserError(f"{root} has no folder {layout.images}/SPLIT with images")
-        return cls(tree, layout, tuple(tree.names()))
+        return cls(tree, layout)
 
     def pairs(self, split: str) -> list[Pair]:
         """The pairs of a split, sorted; none where there is no such split.
 
         Raises:
-            UserError: where an image has no label map, or a label map no image.
+            UserError: where an image has no label map, or a label map no image, or one has two.
         """
         images = self._by_stem(self.layout.images, split, self.layout.image_endings)
         labels = self._by_stem(self.layout.labels, split, (self.layout.label_ending,))
@@ -98,73 +98,98 @@ class PairedFiles:
         """The layout's names, those of classes.txt, or numbers up to the largest label id."""
         if self.layout.class_names is not None:
             return self.layout.class_names
-        file = "classes.txt"
-        if file in self.names:
-            lines = self.tree.read(file).decode("utf-8", errors="replace").splitlines()
-            names = tuple(line.strip() for line in lines if line.strip())
-            if not names or len(set(names)) < len(names):
-                raise UserError(f"{file} in {self.tree.root} must name each class on its own line")
-            return names
-        largest = max((self._largest_id(pair) for pair in train), default=-1)
-        if largest < 0:
-            raise UserError(f"no training label map in {self.tree.root} holds a label id")
+        if self.tree.has(CLASSES_FILE):
+            return self._named_classes()
+        largest = max((self._largest_class(pair) for pair in train), default=-1)
         return tuple(f"class {label}" for label in range(largest + 1))
 
     def sizes(self, pairs: Iterable[Pair]) -> set[tuple[int, int]]:
-        """Heights and widths that occur among the readable label maps; quick: headers only."""
+        """Heights and widths that occur among the readable label maps; no pixels are decoded."""
         found = set()
         for pair in pairs:
             try:
-                with _decoding("label map"):
-                    image = _open_image(self.tree, pair.label)
+                with _open(self.tree, pair.label, "label map") as image:
+                    found.add((image.height, image.width))
             except Unreadable:
                 continue  # the loader skips and counts it
-            found.add((image.height, image.width))
         return found
 
-    def _by_stem(self, folder: str, split: str, endings: tuple[str, ...]) -> dict[str, str]:
-        start = f"{folder}/{split}/"
-        return {
-            name[len(start) : -len(ending)]: name
-            for name in self.names
-            for ending in endings
-            if name.startswith(start) and name.lower().endswith(ending.lower())
-        }
+    def check_labels(self, pairs: Sequence[Pair]) -> None:
+        """Refuses pairs of which nothing can be learnt or judged; quick, where the first will do.
 
-    def _largest_id(self, pair: Pair) -> int:
+        Raises:
+            UserError: where no label map holds a pixel of any class.
+        """
+        if not any(self._largest_class(pair) >= 0 for pair in pairs):
+            try:
+                read_ids(self.tree, pairs[0].label)
+                reason = "all pixels are void"
+            except Unreadable as error:
+                reason = str(error)
+            raise UserError(
+                f"no label map like {pairs[0].label} in {self.tree.root} holds a class: {reason}"
+            )
+
+    def _named_classes(self) -> tuple[str, ...]:
         try:
-            ids = read_ids(self.tree, pair.label)
+            text = self.tree.read(CLASSES_FILE, MOST_BYTES_OF_CLASSES).decode("utf-8-sig")
+        except (Unreadable, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read {CLASSES_FILE} in {self.tree.root}: {error}") from error
+        names = tuple(line.strip() for line in text.splitlines() if line.strip())
+        if not 0 < len(set(names)) == len(names) <= VOID:
+            raise UserError(
+                f"{CLASSES_FILE} in {self.tree.root} must name each class on its own line, "
+                f"and no more than {VOID}"
+            )
+        return names
+
+    def _by_stem(self, folder: str, split: str, endings: tuple[str, ...]) -> dict[str, str]:
+        start = f"{folder}/{split}"
+        found: dict[str, str] = {}
+        for name in self.tree.names(start):
+            ending = next((e for e in endings if name.lower().endswith(e.lower())), None)
+            if ending is None:
+                continue
+            stem = name[len(start) + 1 : -len(ending)]
+            if stem in found:
+                raise UserError(
+                    f"{found[stem]} and {name} in {self.tree.root} have the same name, "
+                    "so their label maps would, too: remove one"
+                )
+            found[stem] = name
+        return found
+
+    def _largest_class(self, pair: Pair) -> int:
+        try:
+            classes = self.layout.table()[read_ids(self.tree, pair.label)]
         except Unreadable:
             return -1  # the loader skips and counts it
-        return int(ids[ids != VOID].max()) if (ids != VOID).any() else -1
+        inside = classes[classes != VOID]
+        return int(inside.max()) if inside.size else -1
 
 
 def read_colours(tree: FileTree, name: str) -> np.ndarray:
     """An image, uint8 HWC in three colours."""
-    with _decoding("image"):
-        return np.asarray(_open_image(tree, name).convert("RGB"))
+    with _open(tree, name, "image") as image:
+        return np.asarray(to_rgb(image))
 
 
 def read_ids(tree: FileTree, name: str) -> np.ndarray:
     """The ids of a label map as they are in the file, uint8 HW."""
-    with _decoding("label map"):
-        image = _open_image(tree, name)
+    with _open(tree, name, "label map") as image:
+        if image.format != "PNG":
+            raise Unreadable(f"{image.format} instead of PNG, so ids may not be as they were saved")
         if image.mode not in ("L", "P", "1"):
-            raise Unreadable(f"label map has pixels of mode {image.mode}, not ids of 8 bits")
-        return np.asarray(image).astype(np.uint8, copy=False)
-
-
-def _open_image(tree: FileTree, name: str) -> Image.Image:
-    return Image.open(io.BytesIO(tree.read(name)))  # decodes no pixels yet
+            raise Unreadable(f"pixels of mode {image.mode}, not ids of 8 bits")
+        # Pillow spreads grey of 2 or 4 bits over 0..255.
+        spread = {"L;2": 85, "L;4": 17}.get(image.tile[0].args, 1)
+        return np.asarray(image).astype(np.uint8, copy=False) // spread
 
 
 @contextmanager
-def _decoding(what: str) -> Iterator[None]:
+def _open(tree: FileTree, name: str, what: str) -> Iterator[Any]:
     try:
-        yield
-    except Unreadable:
-        raise
-    except UnidentifiedImageError as error:  # whose message names an address in memory
-        raise Unreadable(f"{what} is not an image file") from error
-    except Exception as error:  # damaged files make zip and decoders raise almost anything
-        raise Unreadable(f"{what} is damaged ({error})") from error
+        with open_image(tree.read(name)) as image:
+            yield image
+    except Unreadable as error:
+        raise Unreadable(f"{what}: {error}") from error

@@ -13,7 +13,7 @@ from deepmoe.data.info import DataInfo
 from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import WHOLE, BatchLoader, Shard
 from deepmoe.data.segmentation import open_segmentation
-from deepmoe.data.split import Split, hold_out
+from deepmoe.data.split import Split, hold_out, tell_missing
 from deepmoe.errors import UserError
 
 
@@ -44,16 +44,28 @@ def open_data(
     """
     if config.name in _OPEN_FILES:
         source = _OPEN_FILES[config.name](
-            config, batch_size=batch_size, seed=seed, device=device, shard=shard
+            config, batch_size=batch_size, seed=seed, device=device, shard=shard, info=info
         )
     else:
         source = _open_in_memory(config, batch_size, seed, device, shard, info, calibrate)
-    if info is not None and source.info.classes != info.classes:
-        raise UserError(
-            f"the model knows {info.classes} classes, "
-            f"but the data ({config.name}) has {source.info.classes}"
-        )
+    if info is not None:
+        _check_classes(info, source.info, config.name)
     return source
+
+
+def _check_classes(model: DataInfo, data: DataInfo, name: str) -> None:
+    if model.task != data.task:
+        raise UserError(f"the model was trained for {model.task}, but {name} is for {data.task}")
+    if model.classes != data.classes:
+        raise UserError(
+            f"the model knows {model.classes} classes, but the data ({name}) has {data.classes}"
+        )
+    for label, (known, found) in enumerate(zip(model.class_names, data.class_names, strict=True)):
+        if known != found:
+            raise UserError(
+                f"class {label} (of 0 to {model.classes - 1}) is {known} to the model, "
+                f"but {found} in the data ({name})"
+            )
 
 
 def _open_in_memory(
@@ -81,6 +93,9 @@ def _open_in_memory(
     calibration = train
     if calibrate:
         train, calibration = hold_out(train, min(MOST_CALIBRATION, len(train) // 8))
+
+    for labels, what in ((train.labels, "training"), (evaluation.labels, "evaluation")):
+        tell_missing(names, labels.numpy(), what)
 
     def in_order(split: Split, part: Shard) -> BatchLoader:
         return BatchLoader(split, measured, EVALUATION_BATCH, device=device, shard=part)

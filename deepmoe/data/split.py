@@ -1,11 +1,17 @@
 """Images and labels that belong together."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deepmoe.errors import UserError
+
+LOG = logging.getLogger("deepmoe")
+MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -39,3 +45,17 @@ def hold_out(train: Split, count: int) -> tuple[Split, Split]:
         rank[of_class] = torch.arange(int(of_class.sum()))
     order = order[torch.argsort(rank, stable=True)]
     return train[order[count:]], train[order[:count]]
+
+
+def tell_missing(classes: Sequence[str], labels: np.ndarray, what: str) -> None:
+    """Warns of classes without images: no figure shows whether they are recognised."""
+    there = set(np.unique(labels).tolist())
+    missing = [name for label, name in enumerate(classes) if label not in there]
+    if missing:
+        count = f"{len(missing)} of {len(classes)}"
+        LOG.warning("%s classes have no %s images: %s", count, what, some_of(missing))
+
+
+def some_of(names: Sequence[str]) -> str:
+    """A few names, for a message."""
+    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")

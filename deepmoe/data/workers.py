@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deepmoe.data.loader import WHOLE, Shard, derive_seed
+from deepmoe.data.reading import Unreadable
+from deepmoe.data.worker_processes import ignore_signals, load_batches
 from deepmoe.errors import UserError
 
 LOG = logging.getLogger("deepmoe")
 MOST_REPLACEMENTS = 100  # of an unreadable training image by its successors
-
-
-class Unreadable(Exception):
-    """An image file that can't be used; the message says why."""
 
 
 class SampleReader(Protocol):
@@ -101,8 +99,15 @@ class WorkerLoader:
         mine = range(self.shard.rank, len(self.reader), self.shard.count)
         size = self.evaluation_batch
         batches = [list(mine[start : start + size]) for start in range(0, len(mine), size)]
+        seen = 0
         for images, labels in self._batches([[(None, i) for i in batch] for batch in batches]):
-            yield self.reader.finish(images, labels, None)
+            seen += len(images)
+            if len(images):
+                yield self.reader.finish(images, labels, None)
+        if mine and not seen:
+            raise UserError(
+                f"none of {len(mine)} files like {self.reader.name(mine[0])} can be read"
+            )
 
     def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of one training epoch, from batch `start` on."""
@@ -113,13 +118,16 @@ class WorkerLoader:
         chosen = [order[b * size : (b + 1) * size][part].tolist() for b in numbers]
         generator = torch.Generator(self.device)
         loaded = self._batches([[(number, i) for i in batch] for batch in chosen])
-        for batch, (images, labels) in zip(numbers, loaded, strict=True):
+        for batch, wanted, (images, labels) in zip(numbers, chosen, loaded, strict=True):
+            if len(images) < len(wanted):
+                raise UserError("too many training files in a row can't be read")
             generator.manual_seed(derive_seed(self.seed, number, batch, self.shard.rank))
             yield self.reader.finish(images, labels, generator)
 
     def _batches(
         self, order: list[list[tuple[int | None, int]]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels of each batch that can be read."""
         self._order.batches = order
         if self._loader is None:
             # Made once: its workers live as long as this loader, and only the order changes.
@@ -130,12 +138,12 @@ class WorkerLoader:
                 collate_fn=_collate,
                 pin_memory=self.device.type == "cuda",
                 persistent_workers=self.workers > 0,
+                worker_init_fn=ignore_signals,
             )
-        for images, labels, unreadable in self._loader:
+        for images, labels, unreadable in load_batches(self._loader):
             self._count(unreadable)
-            if images is not None:
-                device = self.device
-                yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            device = self.device
+            yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
     def _count(self, unreadable: list[tuple[int, str]]) -> None:
         for index, reason in unreadable:
@@ -143,7 +151,7 @@ class WorkerLoader:
                 self.unreadable.add(index)
                 LOG.warning("skipped %s: %s", self.reader.name(index), reason)
         seen = len(self.reader) / self.shard.count  # by this process
-        if len(self.unreadable) > self.unreadable_limit * seen:
+        if unreadable and len(self.unreadable) > self.unreadable_limit * seen:
             index, reason = unreadable[-1]
             raise UserError(
                 f"{len(self.unreadable)} of {seen:.0f} files could not be read, more than "
@@ -190,6 +198,6 @@ def _collate(samples: list[tuple[Any, Any, list[tuple[int, str]]]]) -> tuple[Any
     unreadable = [entry for _, _, entries in samples for entry in entries]
     readable = [(image, label) for image, label, _ in samples if image is not None]
     if not readable:
-        return None, None, unreadable
+        return torch.empty(0), torch.empty(0), unreadable
     images, labels = zip(*readable, strict=True)
     return torch.stack(images), torch.stack(labels), unreadable

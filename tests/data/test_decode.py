@@ -1,8 +1,11 @@
 """Every kind of image file becomes RGB, and what is damaged is called unreadable."""
 
+import os
 import struct
 import warnings
+import zlib
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from deepmoe.data import decode
-from deepmoe.data.decode import decode_box
-from deepmoe.data.image_folder import random_box
-from deepmoe.data.workers import Unreadable
+from deepmoe.config import DataConfig
+from deepmoe.data import decode, read_image
+from deepmoe.data.decode import centre_box, decode_box, random_box
+from deepmoe.data.reading import Unreadable
+from deepmoe.errors import UserError
 
 
 def packed(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -147,10 +151,78 @@ def test_damaged_files_are_unreadable(content: bytes, reason: str, shrink: bool)
     assert 0 < len(str(caught.value)) < 110 and "\n" not in str(caught.value)
 
 
-def test_a_decompression_bomb_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)
+def header_only(width: int, height: int) -> bytes:
+    """A PNG that promises this size and holds no pixels."""
+    content = bytearray(packed(Image.new("L", (1, 1))))
+    content[16:24] = struct.pack(">II", width, height)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    return bytes(content)
+
+
+@pytest.mark.parametrize("side", [2**14, 2**16])  # below and above the limit of Pillow's own
+def test_a_decompression_bomb_is_unreadable_before_it_is_decoded(side: int) -> None:
     with pytest.raises(Unreadable, match="too many pixels"):
-        decode_box(packed(photo(40, 30)), whole, 8, shrink=False)
+        decoded(header_only(side, 2**13 + 1))
+    with pytest.raises(Unreadable, match="truncated"):
+        decoded(header_only(2**13, 2**14))  # just within the limit, and without a warning
+
+
+@pytest.mark.parametrize("size", [(0, 9), (9, 0), (0, 0)])
+def test_images_without_pixels_are_unreadable(size: tuple[int, int]) -> None:
+    with pytest.raises(Unreadable, match=r"not an image|no pixels"):
+        decoded(header_only(*size))
+    empty_bmp = bytearray(packed(Image.new("RGB", (4, 4)), "BMP"))
+    empty_bmp[18:26] = struct.pack("<ii", *size)
+    with pytest.raises(Unreadable):
+        decoded(bytes(empty_bmp))
+
+
+def test_a_jpeg_that_repeats_its_scans_is_unreadable() -> None:
+    content = packed(Image.new("L", (4000, 4000), 128), "JPEG", progressive=True)
+    scan = content[content.rindex(b"\xff\xda") : -2]
+    assert len(scan) < 100  # though a decoder takes as long for it as for the first
+    assert decoded(content).float().mean() == 128
+    with pytest.raises(Unreadable, match="too many scans"):
+        decoded(content[:-2] + scan * 1000 + content[-2:])
+
+
+def test_absurd_metadata_is_no_concern() -> None:
+    exif = (
+        b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + b"\x1a\x01\x05\0\xff\xff\xff\x7f\xff\xff\xff\x7f" * 9
+    )
+    content = packed(Image.new("RGB", (9, 6), (77, 77, 77)), "JPEG", exif=exif)
+    assert (decoded(content) == 77).all()
+
+
+def read(path: Path) -> torch.Tensor:
+    return read_image(path, 8, DataConfig(name="cifar10"))
+
+
+def test_single_files_are_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "odd \n\x1b[2J\udcff.png"
+    path.write_bytes(packed(Image.new("RGB", (9, 6), COLOUR)))
+    assert torch.equal(read(path), decoded(path.read_bytes()))
+
+
+def test_other_things_than_image_files_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "script.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
+    os.mkfifo(tmp_path / "pipe.png")  # nobody ever writes into it
+    (tmp_path / "endless.png").symlink_to("/dev/zero")
+    (tmp_path / "folder.png").mkdir()
+    with (tmp_path / "huge.png").open("wb") as file:
+        file.truncate(2**28 + 1)
+    for name, reason in {
+        "script.png": "not an image",
+        "pipe.png": "not a regular file",
+        "endless.png": "not a regular file",
+        "folder.png": "Is a directory",
+        "huge.png": "268,435,457 bytes are more than the 268,435,456 that are read",
+        "missing.png": "No such file or directory",
+        "zero\0byte.png": "embedded null byte",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            read(tmp_path / name)
+        assert str(caught.value) == f"cannot read image {tmp_path / name}: {reason}"
 
 
 @pytest.fixture
@@ -198,3 +270,63 @@ def test_a_shrunk_crop_is_never_smaller_than_the_result(
         scale = round(1001 / decoded_sizes[-1][0])
         assert min(box[2] - box[0], box[3] - box[1]) / scale >= 120 or scale == 1
     assert {size[0] for size in decoded_sizes} == {1001, 501, 251}
+
+
+def by_the_book(rng: np.random.Generator, min_area: float, width: int, height: int) -> tuple:
+    """torchvision's RandomResizedCrop.get_params, line by line, with draws from `rng`."""
+    area = height * width
+    log_ratio = np.log(np.array([3 / 4, 4 / 3]))
+    for _ in range(10):
+        target_area = area * rng.uniform(min_area, 1.0)
+        aspect_ratio = np.exp(rng.uniform(log_ratio[0], log_ratio[1]))
+        w = round(np.sqrt(target_area * aspect_ratio))
+        h = round(np.sqrt(target_area / aspect_ratio))
+        if 0 < w <= width and 0 < h <= height:
+            i = rng.integers(0, height - h + 1)
+            j = rng.integers(0, width - w + 1)
+            return j, i, j + w, i + h
+    in_ratio = float(width) / float(height)
+    if in_ratio < 3 / 4:
+        w = width
+        h = round(w / (3 / 4))
+    elif in_ratio > 4 / 3:
+        h = height
+        w = round(h * (4 / 3))
+    else:
+        w, h = width, height
+    i, j = (height - h) // 2, (width - w) // 2
+    return j, i, j + w, i + h
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(500, 375), (100, 100), (20, 300), (301, 17), (1, 1), (900, 2)]
+)
+def test_random_boxes_are_torchvisions(width: int, height: int) -> None:
+    ours, theirs = np.random.default_rng(5), np.random.default_rng(5)
+    for _ in range(200):
+        box = random_box(ours, 0.08, width, height)
+        assert box == by_the_book(theirs, 0.08, width, height)
+        assert 0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height
+
+
+def test_random_boxes_have_uniform_areas_even_ratios_and_even_places() -> None:
+    rng = np.random.default_rng(0)
+    side = 10_000
+    boxes = np.array([random_box(rng, 0.08, side, side) for _ in range(4000)])
+    w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    share, ratio = w * h / side**2, np.log(w / h)
+    small = share[share < 0.75]  # which fit a square at any of the ratios
+    assert share.min() == pytest.approx(0.08, abs=0.01)
+    counts = np.histogram(small, bins=5, range=(0.08, 0.75))[0]
+    assert counts == pytest.approx(np.full(5, len(small) / 5), rel=0.12)
+    assert ratio[share < 0.75].mean() == pytest.approx(0, abs=0.01)
+    assert ratio[share < 0.75].std() == pytest.approx(2 * np.log(4 / 3) / np.sqrt(12), rel=0.05)
+    for start, length in ((boxes[:, 0], w), (boxes[:, 1], h)):
+        assert (start / np.maximum(side - length, 1)).mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_default_evaluation_box_of_imagenet() -> None:
+    # 500x375 becomes 341x256, of which 224x224 from (58, 16) are kept.
+    box = centre_box(256, 224, 500, 375)
+    expected = np.array([58 * 500 / 341, 16 * 375 / 256, 282 * 500 / 341, 240 * 375 / 256])
+    np.testing.assert_allclose(box, expected)

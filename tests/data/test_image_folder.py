@@ -1,5 +1,6 @@
 """Image folders: layout, loading, skipping, reproducible crops."""
 
+import os
 import pickle
 import zipfile
 from dataclasses import replace
@@ -13,8 +14,9 @@ from PIL import Image
 
 from deepmoe.config import DataConfig
 from deepmoe.data import DataSource, Shard, open_data
-from deepmoe.data.image_folder import ImageFolderReader, centre_box, open_image_folder, random_box
-from deepmoe.data.workers import Unreadable, WorkerLoader
+from deepmoe.data.image_folder import ImageFolderReader, open_image_folder
+from deepmoe.data.reading import Unreadable
+from deepmoe.data.workers import WorkerLoader
 from deepmoe.errors import UserError
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "imagenette" / "imagenette-mini.zip"
@@ -147,6 +149,16 @@ def test_too_many_unreadable_files_stop_the_run(root: Path, workers: int) -> Non
         list(source.train.epoch(0))
 
 
+def test_nothing_to_train_on_is_one_sentence(root: Path) -> None:
+    for file in root.rglob("*.*"):
+        file.write_bytes(b"")
+    source = open_root(root, unreadable_limit=1.0)
+    with pytest.raises(UserError, match="training files in a row can't be read"):
+        list(source.train.epoch(0))
+    with pytest.raises(UserError, match=r"none of 6 files like val/class0/24.JPEG can be read"):
+        list(source.evaluation)
+
+
 def test_a_file_that_vanishes_is_unreadable(root: Path) -> None:
     reader = readers(open_root(root))[0]
     (root / reader.name(3)).unlink()
@@ -211,6 +223,80 @@ def test_an_empty_class(root: Path, folder: str) -> None:
         open_root(root)
 
 
+def test_one_class_is_refused(root: Path) -> None:
+    for split in ("train", "val"):
+        for name in ("class1", "class2"):
+            remove(root, f"{split}/{name}")
+    with pytest.raises(UserError, match=r"one class only \(class0\)"):
+        open_root(root)
+
+
+def test_classes_that_cannot_be_judged_are_told(root: Path, caplog) -> None:
+    remove(root, "val/class0")
+    remove(root, "val/class2")
+    open_root(root)
+    assert "2 of 3 classes have no evaluation images: class0, class2" in caplog.text
+    caplog.clear()
+    for file in sorted((root / "train" / "class1").iterdir())[1:]:
+        file.unlink()
+    open_root(root, holdout=3)
+    assert "1 of 3 classes have no training images: class1" in caplog.text
+
+
+def test_files_that_are_passed_over_are_told(root: Path, caplog) -> None:
+    open_root(root)
+    assert not caplog.records
+    (root / "train" / "class0" / "moving.gif").write_bytes(b"")
+    save(noise(0), root / "train" / "stray.png")
+    open_root(root)
+    assert "2 of 26 files in train are passed over" in caplog.text
+
+
+@pytest.mark.parametrize("other", ["CLASS0", "ｃｌａｓｓ０"])  # noqa: RUF001
+def test_classes_that_look_alike_are_told(root: Path, other: str, caplog) -> None:
+    for split in ("train", "val"):
+        (root / split / "class2").rename(root / split / other)
+    assert open_root(root).info.classes == 3
+    assert f"nearly the same name: {min(other, 'class0')} and {max(other, 'class0')}" in caplog.text
+
+
+def test_a_link_back_does_not_multiply_images(root: Path) -> None:
+    (root / "train" / "class0" / "up").symlink_to("..")
+    train, _ = readers(open_root(root))
+    assert np.bincount(train.labels_N).tolist() == [8, 8, 8]
+
+
+def test_a_link_to_another_class_does_not_change_labels(root: Path) -> None:
+    (root / "train" / "class0" / "more").symlink_to("../class1")
+    with pytest.raises(UserError, match=r"train/class1 and train/class0/more in .* same folder"):
+        open_root(root)
+    (root / "train" / "class0" / "more").unlink()
+    remove(root, "val")
+    (root / "val").symlink_to("train")  # to see that a network can learn at all
+    assert [len(reader) for reader in readers(open_root(root))] == [24, 24]
+
+
+def test_pipes_and_devices_among_images_are_skipped_and_counted(root: Path) -> None:
+    os.mkfifo(root / "train" / "class0" / "pipe.jpg")  # nobody ever writes into it
+    (root / "train" / "class1" / "endless.jpg").symlink_to("/dev/zero")
+    source = open_root(root, unreadable_limit=0.1)
+    assert isinstance(source.train, WorkerLoader)
+    assert [len(images) for images, _ in source.train.epoch(0)] == [8, 8, 8]
+    list(source.train)
+    assert source.train.skipped == 2
+
+
+def test_file_names_of_any_kind_and_length(root: Path) -> None:
+    names = ["line\nbreak.png", "\udcff\udcfe.png", "日本.png", "x" * 250 + ".png"]
+    for name in names:
+        save(noise(1), root / "train" / "class1" / name)
+    train, _ = readers(open_root(root))
+    assert {train.name(i) for i in range(len(train))} >= {f"train/class1/{n}" for n in names}
+    train = pickle.loads(pickle.dumps(train))
+    for index in range(len(train)):
+        train.read(index, None)
+
+
 def test_no_class_folders(tmp_path: Path) -> None:
     save(noise(0), tmp_path / "train" / "0.png")
     with pytest.raises(UserError, match="no class folders in train"):
@@ -231,59 +317,6 @@ def test_impossible_options(root: Path, options: dict[str, object], message: str
         open_root(root, **options)
 
 
-def by_the_book(rng: np.random.Generator, min_area: float, width: int, height: int) -> tuple:
-    """torchvision's RandomResizedCrop.get_params, line by line, with draws from `rng`."""
-    area = height * width
-    log_ratio = np.log(np.array([3 / 4, 4 / 3]))
-    for _ in range(10):
-        target_area = area * rng.uniform(min_area, 1.0)
-        aspect_ratio = np.exp(rng.uniform(log_ratio[0], log_ratio[1]))
-        w = round(np.sqrt(target_area * aspect_ratio))
-        h = round(np.sqrt(target_area / aspect_ratio))
-        if 0 < w <= width and 0 < h <= height:
-            i = rng.integers(0, height - h + 1)
-            j = rng.integers(0, width - w + 1)
-            return j, i, j + w, i + h
-    in_ratio = float(width) / float(height)
-    if in_ratio < 3 / 4:
-        w = width
-        h = round(w / (3 / 4))
-    elif in_ratio > 4 / 3:
-        h = height
-        w = round(h * (4 / 3))
-    else:
-        w, h = width, height
-    i, j = (height - h) // 2, (width - w) // 2
-    return j, i, j + w, i + h
-
-
-@pytest.mark.parametrize(
-    ("width", "height"), [(500, 375), (100, 100), (20, 300), (301, 17), (1, 1), (900, 2)]
-)
-def test_random_boxes_are_torchvisions(width: int, height: int) -> None:
-    ours, theirs = np.random.default_rng(5), np.random.default_rng(5)
-    for _ in range(200):
-        box = random_box(ours, 0.08, width, height)
-        assert box == by_the_book(theirs, 0.08, width, height)
-        assert 0 <= box[0] < box[2] <= width and 0 <= box[1] < box[3] <= height
-
-
-def test_random_boxes_have_uniform_areas_even_ratios_and_even_places() -> None:
-    rng = np.random.default_rng(0)
-    side = 10_000
-    boxes = np.array([random_box(rng, 0.08, side, side) for _ in range(4000)])
-    w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    share, ratio = w * h / side**2, np.log(w / h)
-    small = share[share < 0.75]  # which fit a square at any of the ratios
-    assert share.min() == pytest.approx(0.08, abs=0.01)
-    counts = np.histogram(small, bins=5, range=(0.08, 0.75))[0]
-    assert counts == pytest.approx(np.full(5, len(small) / 5), rel=0.12)
-    assert ratio[share < 0.75].mean() == pytest.approx(0, abs=0.01)
-    assert ratio[share < 0.75].std() == pytest.approx(2 * np.log(4 / 3) / np.sqrt(12), rel=0.05)
-    for start, length in ((boxes[:, 0], w), (boxes[:, 1], h)):
-        assert (start / np.maximum(side - length, 1)).mean() == pytest.approx(0.5, abs=0.02)
-
-
 @pytest.mark.parametrize("suffix", ["png", "jpeg"])
 @pytest.mark.parametrize(("width", "height"), [(61, 90), (90, 61), (40, 40), (500, 375), (20, 999)])
 def test_evaluation_equals_resize_and_centre_crop(
@@ -301,13 +334,6 @@ def test_evaluation_equals_resize_and_centre_crop(
     expected = np.asarray(whole.crop((left, top, left + SIZE, top + SIZE)))
     found = reader.read(index, None)[0].permute(1, 2, 0).numpy()
     assert np.abs(found.astype(int) - expected).max() <= 1  # they round in another place
-
-
-def test_default_evaluation_box_of_imagenet() -> None:
-    # 500x375 becomes 341x256, of which 224x224 from (58, 16) are kept.
-    box = centre_box(256, 224, 500, 375)
-    expected = np.array([58 * 500 / 341, 16 * 375 / 256, 282 * 500 / 341, 240 * 375 / 256])
-    np.testing.assert_allclose(box, expected)
 
 
 def test_finish_normalises_and_changes_only_what_it_is_told_to(root: Path) -> None:

@@ -1,78 +1,38 @@
+"""Segmentation: crops, scales and batches of images with label maps."""
+
 import dataclasses
 import io
 import pickle
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from pair_files import (
+    SIZE,
+    open_pairs,
+    reader,
+    write,
+    write_coordinates,
+    write_pair,
+    write_pairs,
+    zip_folder,
+)
 from PIL import Image
 
 from deepmoe.config import DataConfig
 from deepmoe.data import open_data
-from deepmoe.data.files import FileTree
+from deepmoe.data.file_tree import FileTree
+from deepmoe.data.reading import Unreadable
 from deepmoe.data.segmentation import MEAN_COLOUR
-from deepmoe.data.workers import Unreadable
 from deepmoe.errors import UserError
 
-SIZE = (24, 40)
 CAMVID = Path(__file__).parents[3] / "shared" / "data" / "camvid" / "camvid-480x360.zip"
-
-
-def write(root: Path, name: str, pixels: np.ndarray) -> None:
-    path = root / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels.astype(np.uint8)).save(path)
-
-
-def write_pair(root: Path, split: str, stem: str, label: np.ndarray, seed: int = 0) -> None:
-    image = np.random.default_rng(seed).integers(0, 256, (*label.shape, 3))
-    write(root, f"images/{split}/{stem}.png", image)
-    write(root, f"labels/{split}/{stem}.png", label)
-
-
-def write_coordinates(root: Path, size: tuple[int, int] = SIZE) -> None:
-    """Every pixel's image and label say where it is: red its row, green its column."""
-    rows, columns = np.mgrid[: size[0], : size[1]]
-    for split in ("train", "test"):
-        write(
-            root,
-            f"images/{split}/a.png",
-            np.stack([4 * rows, 4 * columns, np.zeros(size)], axis=-1),
-        )
-        write(root, f"labels/{split}/a.png", rows)
-    (root / "classes.txt").write_text("\n".join(f"row {i}" for i in range(size[0])))
-
-
-def zip_folder(folder: Path, target: Path, top: str = "") -> Path:
-    with zipfile.ZipFile(target, "w") as archive:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                archive.write(path, f"{top}{path.relative_to(folder).as_posix()}")
-        archive.writestr(f"__MACOSX/{top}images/train/a.png", b"junk")
-    return target
-
-
-def open_pairs(root: Path, batch_size: int = 1, **options):
-    options = {"workers": 0, **options}
-    config = DataConfig(name="segmentation-pairs", root=str(root), **options)
-    return open_data(config, batch_size=batch_size)
-
-
-def reader(root: Path, **options):
-    return open_pairs(root, **options).train.reader
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    """Three training and two test pairs of classes 0 to 4, with some void."""
-    rng = np.random.default_rng(1)
-    for i in range(5):
-        label = rng.integers(0, 5, SIZE)
-        label[:3] = 255
-        write_pair(tmp_path / "set", "train" if i < 3 else "test", f"image{i}", label, seed=i)
-    return tmp_path / "set"
+    return write_pairs(tmp_path / "set")
 
 
 def test_a_zip_gives_what_its_folder_gives(pairs: Path, tmp_path: Path) -> None:
@@ -176,6 +136,14 @@ def test_an_image_smaller_than_the_crop_is_padded_with_void(tmp_path: Path) -> N
         assert (label != 255).any()
 
 
+def test_what_would_take_too_much_memory_is_refused(tmp_path: Path) -> None:
+    write_coordinates(tmp_path)
+    with pytest.raises(Unreadable, match="too many pixels, once it is scaled"):
+        reader(tmp_path, scale=(1.0, 400.0)).read(0, np.random.default_rng(0))
+    with pytest.raises(UserError, match=r"data.crop has too many pixels: 100000 x 100000"):
+        reader(tmp_path, crop=(100_000, 100_000))
+
+
 def test_without_a_crop_scaled_images_keep_their_size(tmp_path: Path) -> None:
     write_coordinates(tmp_path)
     data = open_pairs(tmp_path, scale=(0.5, 2.0))
@@ -202,34 +170,6 @@ def test_mirroring_flips_image_and_label_together(tmp_path: Path) -> None:
     samples.config = dataclasses.replace(samples.config, mirror=False)
     out, _ = samples.finish(images, labels, torch.Generator().manual_seed(0))
     assert torch.equal(out, plain.expand_as(out))
-
-
-def test_classes_are_counted_in_the_training_labels_or_named_in_a_file(pairs: Path) -> None:
-    assert open_pairs(pairs).info.class_names == tuple(f"class {i}" for i in range(5))
-    (pairs / "classes.txt").write_text("sky\nroad\n\ncar\ntree\nsign\npole\n")
-    assert open_pairs(pairs).info.class_names == ("sky", "road", "car", "tree", "sign", "pole")
-    (pairs / "classes.txt").write_text("sky\nsky\n")
-    with pytest.raises(UserError, match="must name each class"):
-        open_pairs(pairs)
-
-
-def test_a_label_beyond_the_classes_is_not_trained_on(pairs: Path) -> None:
-    (pairs / "classes.txt").write_text("one\ntwo\nthree\nfour\n")
-    with pytest.raises(Unreadable, match="label id 4 is beyond the 4 classes"):
-        reader(pairs).read(0, None)
-
-
-def test_palette_and_colour_labels(pairs: Path) -> None:
-    path = pairs / "labels/train/image0.png"
-    ids = Image.open(path)
-    palette = Image.frombytes("P", ids.size, ids.tobytes())
-    palette.putpalette([255 - i for i in range(256) for _ in range(3)])
-    palette.save(path)
-    _, label = reader(pairs).read(0, None)
-    assert torch.equal(label, torch.from_numpy(np.asarray(ids).astype(np.int64)))
-    ids.convert("RGB").save(path)
-    with pytest.raises(Unreadable, match="mode RGB"):
-        reader(pairs).read(0, None)
 
 
 def cityscapes_pair(root: Path, split: str, ids: np.ndarray) -> None:
@@ -284,62 +224,12 @@ def test_evaluation_split_and_holdout(pairs: Path) -> None:
         open_pairs(pairs)
 
 
-@pytest.mark.parametrize(
-    ("missing", "left"),
-    [
-        ("labels/train/image1.png", "images/train/image1.png"),
-        ("images/test/image4.png", "labels/test/image4.png"),
-    ],
-)
-def test_a_missing_partner_is_named(pairs: Path, missing: str, left: str) -> None:
-    (pairs / missing).unlink()
-    with pytest.raises(UserError, match=f"{left} in .* has no (label map|image) of the same name"):
-        open_pairs(pairs)
-
-
-def test_bad_roots_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
-        open_pairs(tmp_path / "nowhere")
-    (tmp_path / "file.zip").write_bytes(b"not a zip")
-    with pytest.raises(UserError, match="neither a folder nor a zip file"):
-        open_pairs(tmp_path / "file.zip")
-    with pytest.raises(UserError, match="no folder images/SPLIT"):
-        open_pairs(tmp_path)
-    write_pair(tmp_path, "test", "a", np.zeros(SIZE))
-    with pytest.raises(UserError, match="no images in images/train"):
-        open_pairs(tmp_path)
-
-
-def test_unusable_pairs_are_skipped_and_counted(pairs: Path, caplog) -> None:
-    write(pairs, "labels/train/image0.png", np.zeros((SIZE[0], SIZE[1] - 1)))
-    for folder, stem in (("images", "image1"), ("labels", "image3")):
-        (path,) = pairs.glob(f"{folder}/*/{stem}.png")
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    (pairs / "images/test/image4.png").write_bytes(b"text")
-    data = open_pairs(pairs, crop=(8, 8), batch_size=3, unreadable_limit=1.0)
-    ((images, labels),) = data.train.epoch(0)
-    assert images.shape == (3, 3, 8, 8) and labels.shape == (3, 8, 8)  # image2 in place of all
-    assert data.train.skipped == 2
-    assert "skipped images/train/image0.png: image is 40x24 px but its label map 39x24" in (
-        caplog.text
-    )
-    assert "image1.png: image is damaged" in caplog.text
-    assert list(data.evaluation) == [] and data.evaluation.skipped == 2
-    assert "image3.png: label map is damaged" in caplog.text
-    assert "image4.png: image is not an image file" in caplog.text
-    with pytest.raises(UserError, match=r"data\.unreadable_limit"):
-        list(open_pairs(pairs, crop=(8, 8)).evaluation)
-
-
-def test_damage_inside_a_zip_is_unreadable(tmp_path: Path) -> None:
-    write_coordinates(tmp_path / "set")
-    path = zip_folder(tmp_path / "set", tmp_path / "set.zip")
-    content = bytearray(path.read_bytes())
-    at = content.index(b"IDAT", content.index(b"images/train/a.png")) + 20
-    content[at] ^= 0xFF  # the zip's own checksum tells
-    path.write_bytes(content)
-    with pytest.raises(Unreadable, match="image is damaged"):
-        reader(path).read(0, None)
+def test_training_images_of_several_sizes_can_be_calibrated_on(pairs: Path) -> None:
+    write_pair(pairs, "train", "other", np.zeros((10, 12)))
+    data = open_pairs(pairs, crop=(8, 8))
+    assert data.evaluation.evaluation_batch == 8  # its images are all alike
+    sizes = [tuple(images.shape[2:]) for images, _ in data.calibration]
+    assert sorted(sizes) == [(10, 12), SIZE, SIZE, SIZE]
 
 
 def test_images_of_several_sizes(pairs: Path) -> None:
@@ -355,8 +245,10 @@ def test_images_of_several_sizes(pairs: Path) -> None:
 
 
 def test_big_evaluation_images_come_one_at_a_time(tmp_path: Path) -> None:
+    label = np.zeros((1024, 2048))
+    label[0] = 1
     for split in ("train", "test"):
-        write_pair(tmp_path, split, "a", np.zeros((1024, 2048)))
+        write_pair(tmp_path, split, "a", label)
     assert open_pairs(tmp_path).evaluation.evaluation_batch == 1
 
 
