@@ -199,7 +199,9 @@ class RunConfig:
             value = getattr(getattr(self, table), name)
             for number in value if isinstance(value, tuple) else (value,):
                 if number is not None and not low <= number <= high:
-                    shown = number if isinstance(number, float) or abs(number) < 1e18 else "so large"
+                    shown = (
+                        number if isinstance(number, float) or abs(number) < 1e18 else "so large"
+                    )
                     raise UserError(f"{key} must lie from {low:g} to {high:g}, not be {shown}")
         for name in ("sparsity", "embedding"):
             schedule = getattr(self.loss, name)
