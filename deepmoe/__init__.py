@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepmoe.budget import MacsBudget
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.config import RunConfig, load_config
     from deepmoe.costs import count_macs
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 # Names are imported on first use: `import deepmoe` stays light, whatever the training needs.
 _HOMES = {
+    "MacsBudget": "deepmoe.budget",
     "RunConfig": "deepmoe.config",
     "load_config": "deepmoe.config",
     "count_macs": "deepmoe.costs",
@@ -37,6 +39,7 @@ __all__ = [
     "DeepMoE",
     "DeepMoELoss",
     "DeepMoEOutput",
+    "MacsBudget",
     "RunConfig",
     "count_macs",
     "create_model",

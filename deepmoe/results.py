@@ -27,7 +27,9 @@ def write_result(
             "deepmoe": deepmoe.__version__,
             "torch": torch.__version__,
         },
-        "commit": _commit(),
+        "commit": _git("rev-parse", "HEAD"),
+        # Of the package alone: figures depend on nothing else here.
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", ".")),
         "values": values,
     }
     write_atomically(Path(path), (json.dumps(result, indent=2) + "\n").encode())
@@ -55,11 +57,10 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def _commit() -> str | None:
-    """The commit of the checkout that the package runs from, if it does."""
-    folder = Path(__file__).parent
-    git = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+def _git(*arguments: str) -> str | None:
+    """What git says of the checkout that the package runs from, if it does."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import deepmoe
 
 ROOT = Path(__file__).parents[1]
@@ -63,3 +65,42 @@ def test_imports_go_one_way() -> None:
     result = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert "1 kept, 0 broken" in result.stdout
+
+
+# What stands for a package being missing: Python takes `None` there for just that.
+@pytest.mark.parametrize(
+    ("package", "extra", "use"),
+    [
+        ("lightning_fabric", "train", "deepmoe.fit"),
+        ("sklearn", "train", "from deepmoe.data.digits import read_digits; read_digits()"),
+        ("matplotlib", "report", "import deepmoe.analysis.plots"),
+        ("jinja2", "report", "import deepmoe.analysis"),
+        ("numba", "sparse", "deepmoe.sparsify(deepmoe.create_model('resnet20'))"),
+    ],
+)
+def test_a_missing_extra_is_told_in_one_sentence(package: str, extra: str, use: str) -> None:
+    code = f"""
+import sys
+sys.modules["{package}"] = None
+import deepmoe
+try:
+    {use}
+except deepmoe.errors.UserError as error:
+    print(error)
+"""
+    sentence = f"this needs {package}: pip install 'deepmoe[{extra}]'\n"
+    assert python("import deepmoe.errors\n" + code) == sentence
+
+
+def test_evaluation_and_prediction_need_no_extra() -> None:
+    missing = ("lightning_fabric", "sklearn", "matplotlib", "jinja2", "numba", "torchmetrics")
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({missing}))
+import deepmoe, torch
+from deepmoe.evaluation import predict
+model = deepmoe.create_model("resnet20", classes=10)
+print(deepmoe.evaluate(model, [(torch.randn(2, 3, 32, 32), torch.arange(2))]).images)
+deepmoe.MacsBudget(model, 32, 0.5, steps=10)
+"""
+    assert python(code) == "2\n"

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from deepmoe.data.split import Split
 from deepmoe.errors import UserError
+from deepmoe.extras import require
 
 DIGITS_SIZE = 16
 
@@ -18,6 +19,7 @@ def read_digits(size: int = DIGITS_SIZE) -> tuple[Split, Split, tuple[str, ...]]
     Returns:
         Training split, test split and class names.
     """
+    require("train", "sklearn")
     # Both imports are slow, and needed here only.
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split

@@ -13,6 +13,7 @@ from deepmoe.backbones import Backbone
 from deepmoe.costs import count_costs
 from deepmoe.cuda_graphs import GraphCache, SideStream, Work, on_its_way
 from deepmoe.errors import UserError
+from deepmoe.extras import require
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.sparse.code_networks import CodeNetworks
@@ -64,6 +65,8 @@ def sparsify(
     if not model.gated:
         raise UserError("a dense network has no gates, so that there is nothing to skip")
     model.check_finite()
+    if next(model.parameters()).device.type == "cpu":
+        require("sparse", "numba", "llvmlite")
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
     return SparseModel(model, dtype or next(model.parameters()).dtype, memory_limit, plan)
 

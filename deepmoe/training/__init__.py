@@ -1,7 +1,10 @@
-"""Two-stage training: stages, loop, compute budget, codebooks, resuming."""
+"""Two-stage training: stages, loop, codebooks, resuming."""
 
-from deepmoe.training.budget import MacsBudget
-from deepmoe.training.codebook_learning import learn_codebook
-from deepmoe.training.fit import FitResult, fit
+from deepmoe.extras import require
 
-__all__ = ["FitResult", "MacsBudget", "fit", "learn_codebook"]
+require("train", "lightning_fabric", "sklearn")
+
+from deepmoe.training.codebook_learning import learn_codebook  # noqa: E402
+from deepmoe.training.fit import FitResult, fit  # noqa: E402
+
+__all__ = ["FitResult", "fit", "learn_codebook"]

@@ -11,6 +11,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
+from deepmoe.budget import MacsBudget
 from deepmoe.checkpoint import CheckpointStore, TrainState, save_checkpoint
 from deepmoe.config import RunConfig
 from deepmoe.costs import count_costs, count_macs
@@ -29,7 +30,6 @@ from deepmoe.processes import (
     sum_over_processes,
 )
 from deepmoe.registry import model_from_config
-from deepmoe.training.budget import MacsBudget
 from deepmoe.training.codebook_learning import check_codes, learn_codebook
 from deepmoe.training.interrupts import Interrupts
 from deepmoe.training.log import RunLog
