@@ -102,7 +102,7 @@ class SparseModel(DeepMoE):
         self.wiring = [_without_weights(small)]  # in a list: it is not to be taken for a submodule
         self.whole = FixedRunner(self.layers)
         self.lock = threading.Lock()  # memory of one run is used again by the next
-        self.seen_sizes: set[tuple[int, int]] = set()
+        self.seen: set[tuple[torch.Size, torch.dtype, torch.device]] = set()  # images that fit
         preferred = PREFERRED_ON_GPU if device.type == "cuda" else PREFERRED
         self.planner: Planner[Hashable] = Planner(preferred, None if plan is None else plan.network)
         self.graphs = GraphCache(device) if device.type == "cuda" else None
@@ -139,7 +139,9 @@ class SparseModel(DeepMoE):
 
     def _check_images(self, x_BCHW: Tensor) -> None:
         """Refuses what would give a wrong result, or none: in one sentence."""
-        own = next(self.parameters()).device
+        seen = (x_BCHW.shape, x_BCHW.dtype, x_BCHW.device)
+        if seen in self.seen:  # looked at before: small batches take less time than a look
+            return
         if x_BCHW.dim() != 4 or x_BCHW.shape[1] != 3 or not x_BCHW.is_floating_point():
             raise UserError(
                 "images come normalised, as floats of shape (images, 3, height, width), "
@@ -147,12 +149,12 @@ class SparseModel(DeepMoE):
             )
         if not len(x_BCHW):
             raise UserError("there are no images in the batch")
+        own = next(self.parameters()).device
         if x_BCHW.device != own:
             raise UserError(f"the images are on {x_BCHW.device}, but the model is on {own}")
-        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
-        if size not in self.seen_sizes:
-            count_costs(self, size)  # tells if they are too small for the network
-            self.seen_sizes.add(size)
+        # Tells if they are too small for the network.
+        count_costs(self, (x_BCHW.shape[-2], x_BCHW.shape[-1]))
+        self.seen.add(seen)
 
     @property
     def plan(self) -> Plan:

@@ -1,11 +1,15 @@
 """Training end to end on image files: classification and segmentation."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import TINY_RUN, tiny_config
 from PIL import Image
 
 from deepmoe.checkpoint import load_checkpoint
@@ -62,6 +66,35 @@ def test_classification_skips_and_counts_unreadable_files(classes, tmp_path) -> 
     assert [m["skipped_images"] for m in read_metrics(result.metrics)] == [1, 1]
     with pytest.raises(UserError, match="1 of 12 files could not be read"):
         fit(tiny_config(*overrides), tmp_path / "strict", quiet=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_whole_group_saves_and_resumes(number, classes, tmp_path) -> None:
+    """What `timeout`, SLURM and a terminal send reaches the decoding processes, too."""
+    settings = [*TINY_RUN, *FOLDER, f"data.root={classes}", "data.workers=2", "train.epochs=20"]
+    arguments = [a for setting in settings for a in ("--set", setting)]
+    command = [sys.executable, "-m", "deepmoe", "train", "quickstart", *arguments]
+    out = ["--out", str(tmp_path / "run")]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    with subprocess.Popen(
+        [*command, *out],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also under nohup
+    ) as process:
+        assert "epoch 1/21" in process.stdout.readline()
+        os.killpg(process.pid, number)
+        told = process.stderr.read()
+    assert process.returncode == 75, told
+    assert f"stopped by {number.name}" in told and len(told.splitlines()) == 1
+    config = tiny_config(*settings[len(TINY_RUN) :])
+    resumed = fit(config, tmp_path / "run", resume=True, quiet=True)
+    whole = fit(config, tmp_path / "whole", quiet=True)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], tensor), name
 
 
 def test_prediction_takes_what_evaluation_would(classes, tmp_path) -> None:

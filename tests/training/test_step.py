@@ -55,11 +55,13 @@ def test_captured_steps_train_as_plain_ones(tmp_path: Path, settings: tuple[str,
             "train.device=cuda",
             "train.precision=64-true",
             "train.compile=off",
+            # A captured learning rate is held in single precision: one that fits exactly.
+            "train.schedule=constant",
+            "train.lr=0.125",
             f"train.cuda_graphs={graphs}",
             *settings,
         )
         result = fit(config, tmp_path / graphs, quiet=True)
         weights[graphs] = result.model.state_dict()
-    # A captured learning rate is held in single precision.
     for name, captured in weights["auto"].items():
         torch.testing.assert_close(captured, weights["off"][name], rtol=1e-4, atol=1e-4, msg=name)
