@@ -1,16 +1,31 @@
 """Results as the documents read them."""
 
+import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from deepmoe.sweep import RESULTS_NAME, RunResult, read_results
+
 ROOT = Path(__file__).parents[1]
+BENCHMARKS, EXPERIMENTS = ROOT / "benchmarks", ROOT / "experiments"
 
 
-def read_result(name: str) -> dict[str, Any]:
-    """The result of this name."""
-    return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))
+def benchmark(name: str) -> dict[str, Any]:
+    """A measurement of speed."""
+    return _read(BENCHMARKS / f"{name}.json")
+
+
+def experiment(name: str) -> dict[str, Any]:
+    """A result that is not a sweep's, written EXPERIMENT/FILE."""
+    return _read(EXPERIMENTS / f"{name}.json")
+
+
+@functools.cache  # many tables read the same few sweeps
+def runs_of(name: str) -> dict[str, RunResult]:
+    """All runs of an experiment's sweep, those that its grid has no more among them."""
+    return read_results(EXPERIMENTS / name / RESULTS_NAME)
 
 
 def origin(*results: dict[str, Any]) -> str:
@@ -28,3 +43,7 @@ def origin(*results: dict[str, Any]) -> str:
         all_of(result["note"] for result in results if "note" in result),
     ]
     return f"({'; '.join(part for part in parts if part)})"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
