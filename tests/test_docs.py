@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepmoe.cli import main
+from deepmoe.results import write_result
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -34,6 +35,21 @@ def test_the_plot_is_up_to_date() -> None:
     described = re.compile("<dc:description>(.+)</dc:description>")
     committed, now = (described.search(svg)[1] for svg in (COSTS.read_text(), costs_as_svg()))
     assert "%" in now and committed == now, "run `make docs`"
+
+
+def test_measurements_to_come_say_nothing_until_they_are_there(tmp_path: Path, monkeypatch) -> None:
+    for module in ("result_files", "benchmark_tables"):
+        monkeypatch.setattr(f"{module}.BENCHMARKS", tmp_path)
+    empty = (
+        "<!-- cpu-kernels -->\n\n<!-- /cpu-kernels -->\n<!-- resume-gpu -->\n\n<!-- /resume-gpu -->"
+    )
+    assert filled(empty) == empty
+    kernels = [{"network": "vgg16", "density": 0.5, "median_ms": {"all ways": 1.5, "none": 3.0}}]
+    write_result(tmp_path / "cpu_kernels.json", kernels, command="a", seed=0, device="cpu")
+    resumed = {"vgg16": {"same weights": "yes"}}
+    write_result(tmp_path / "resume_gpu.json", resumed, command="b", seed=0, device="cpu")
+    assert "| vgg16 | 0.50 | 1.50 | 3.00 |" in filled(empty)
+    assert "| case | same weights |" in filled(empty) and "| vgg16 | yes |" in filled(empty)
 
 
 def test_make_docs_brings_a_table_up_to_date(tmp_path: Path) -> None:
