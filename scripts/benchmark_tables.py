@@ -121,7 +121,12 @@ def cpu_kernels_table() -> str:
         for v in result["values"]
     ]
     header = ["network", "density", *result["values"][0]["median_ms"]]
-    return f"{markdown_table(header, rows)}\n\n{origin(result)} (`{result['command']}`)"
+    about = (
+        "What each kernel is worth: dynamic mode, the engine left with fewer ways. Milliseconds for "
+        "one image, medians of interleaved runs:"
+    )
+    origins = f"{origin(result)} (`{result['command']}`)"
+    return "\n\n".join([about, markdown_table(header, rows), origins])
 
 
 def resume_gpu_table() -> str:
@@ -135,7 +140,7 @@ def resume_gpu_table() -> str:
     cases = result["values"]
     rows = [(name, *case.values()) for name, case in cases.items()]
     header = ["case", *next(iter(cases.values()))]
-    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+    return f"On a GPU:\n\n{markdown_table(header, rows)}\n\n{origin(result)}"
 
 
 def _milliseconds(values: dict[str, Any], key: str) -> str:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,16 @@ def test_indexes_name_everything(folder: str) -> None:
     assert kept
     for path in kept:
         assert str(path.relative_to(ROOT / folder)) in index
+
+
+def test_the_layout_is_that_of_the_imports() -> None:
+    (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    told = re.findall(
+        r"^\| `deepmoe\.(\w+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    assert ["__main__", *reversed(told)] == contract["layers"]
 
 
 def test_the_python_example_of_the_readme_runs(capsys) -> None:
