@@ -122,8 +122,8 @@ def cpu_kernels_table() -> str:
     ]
     header = ["network", "density", *result["values"][0]["median_ms"]]
     about = (
-        "What each kernel is worth: dynamic mode, the engine left with fewer ways. Milliseconds for "
-        "one image, medians of interleaved runs:"
+        "What each kernel is worth: dynamic mode, the engine left with fewer ways. Milliseconds "
+        "for one image, medians of interleaved runs:"
     )
     origins = f"{origin(result)} (`{result['command']}`)"
     return "\n\n".join([about, markdown_table(header, rows), origins])
