@@ -21,7 +21,7 @@ format: $(VENV)/.installed-dev  ## Bring the code into the house style
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.installed-dev  ## Bring the generated tables and the plot in the documents up to date
-	$(BIN)/python docs/update_tables.py
+	$(BIN)/python scripts/update_docs.py
 
 clean:
 	rm -rf $(VENV) runs

@@ -17,8 +17,16 @@ from deepmoe.files import write_atomically
 def write_result(
     path: str | Path, values: Any, *, command: str, seed: int, device: torch.device | str
 ) -> None:
-    """Writes figures with the command, hardware, versions, seed and commit they come from."""
-    result = {
+    """Writes figures with what they come from."""
+    result = with_origin(values, command=command, seed=seed, device=device)
+    write_atomically(Path(path), (json.dumps(result, indent=2) + "\n").encode())
+
+
+def with_origin(
+    values: Any, *, command: str, seed: int, device: torch.device | str
+) -> dict[str, Any]:
+    """Figures with the command, hardware, versions, seed and commit they come from."""
+    return {
         "command": command,
         "seed": seed,
         "hardware": hardware(device),
@@ -32,7 +40,6 @@ def write_result(
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", ".")),
         "values": values,
     }
-    write_atomically(Path(path), (json.dumps(result, indent=2) + "\n").encode())
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

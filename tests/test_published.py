@@ -1,31 +1,35 @@
-"""Published results are of their grids, and presets are what was measured."""
+"""Published runs can be read, and are of their grids; presets are what was measured."""
 
 import json
-import tomllib
+import re
 from pathlib import Path
 
 import pytest
 
-from deepmoe.config import apply_overrides, config_from_dict, load_config
-from deepmoe.sweep import read_grid
-from deepmoe.sweep.grid import with_checkpoints
+from deepmoe.config import apply_overrides, load_config
+from deepmoe.sweep import RESULTS_NAME, read_grid, read_results
+from deepmoe.sweep.grid import GRID_NAME, group_of, with_checkpoints
 
-ROOT = Path(__file__).parents[1]
-GRIDS = sorted((ROOT / "sweeps").glob("*.toml"))
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+SWEEPS = sorted(path.parent for path in EXPERIMENTS.glob(f"*/{RESULTS_NAME}"))
 
 
-@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
-def test_published_results_are_of_their_grids(path: Path) -> None:
-    runs = {run.name: run.config for run in read_grid(path).runs}
-    results = sorted((ROOT / "results" / path.stem).glob("*.json"))
+@pytest.mark.parametrize("folder", SWEEPS, ids=lambda folder: folder.name)
+def test_published_runs_are_of_their_grids(folder: Path) -> None:
+    grid = folder / GRID_NAME
+    runs = {run.name: run for run in read_grid(grid).runs}
+    results = read_results(folder / RESULTS_NAME)  # configurations of version 1, all of them
     assert results
-    for result in results:
-        values = json.loads(result.read_text())["values"]
-        assert values["run"] == result.stem
-        assert config_from_dict(tomllib.loads(values["config"])) == runs[result.stem], result
+    comment = " ".join(re.findall("^# Also in .*", grid.read_text(), flags=re.MULTILINE))
+    for name, result in results.items():
+        assert result.line["hardware"] and result.line["commit"] and result.line["command"]
+        if name in runs:
+            assert result.is_of(runs[name]), name
+        else:  # it can't be trained any more
+            assert group_of(name) in comment, name
 
 
-# Runs of sweeps/cifar100_best.toml by their presets.
+# Runs of cifar100_best by their presets.
 MEASURED = {
     "vgg16_cifar100_dense": "dense",
     "vgg16_cifar100_teacher": "teacher",
@@ -41,7 +45,9 @@ MEASURED = {
 
 @pytest.mark.parametrize("preset", MEASURED)
 def test_presets_are_what_was_measured(preset: str) -> None:
-    runs = {run.name: run.config for run in read_grid(ROOT / "sweeps/cifar100_best.toml").runs}
+    runs = {
+        run.name: run.config for run in read_grid(EXPERIMENTS / "cifar100_best" / GRID_NAME).runs
+    }
     measured, config = runs[f"{MEASURED[preset]}-seed0"], load_config(preset)
     folders = {f"{run}-seed0": name for name, run in MEASURED.items()} | {
         "teacher-seed1": "vgg16_cifar100_teacher_1",

@@ -6,18 +6,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from test_exclusive import HOLD
 
 from deepmoe.checkpoint import CheckpointStore, TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.config import apply_overrides
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive
-from deepmoe.sweep import Grid, Run, read_grid, result_path, summary, sweep
+from deepmoe.sweep import Grid, Run, grid_name, read_grid, read_results, summary, sweep
 from deepmoe.sweep.grid import with_checkpoints
 
 TINY = """
@@ -41,6 +43,17 @@ def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "grid.toml"
     path.write_text(text)
     return path
+
+
+def lines_of(results: Path) -> dict[str, dict]:
+    """The lines of a file of results, by run."""
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    return {line["values"]["run"]: line for line in lines}
+
+
+def write_lines(results: Path, *lines: dict) -> Path:
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return results
 
 
 def test_every_run_combination_and_seed(tmp_path: Path) -> None:
@@ -203,17 +216,17 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grid, Path]:
     with pytest.MonkeyPatch.context() as patch:
         fake = SimpleNamespace(Popen=InThisProcess, STDOUT=subprocess.STDOUT)
         patch.setattr("deepmoe.sweep.runner.subprocess", fake)
-        assert not sweep(grid, folder / "runs", folder / "results", command="test")
+        assert not sweep(grid, folder / "runs", folder / "runs.jsonl", command="test")
     return grid, folder
 
 
 def test_runs_take_checkpoints_of_others_and_one_failure_stops_no_other(swept) -> None:
-    grid, folder = swept
-    student, dense, broken = (result_path(folder / "results", run) for run in grid.runs)
-    assert not broken.exists()
-    values = json.loads(student.read_text())["values"]
+    folder = swept[1]
+    lines = lines_of(folder / "runs.jsonl")
+    assert list(lines) == ["dense-seed0", "student-seed0"]  # in the order in which they ended
+    values = lines["student-seed0"]["values"]
     assert values["last"]["epoch"] == 1 and values["last"]["distillation_loss"] > 0
-    assert json.loads(dense.read_text())["values"]["last"]["distillation_loss"] == 0
+    assert lines["dense-seed0"]["values"]["last"]["distillation_loss"] == 0
     config = (folder / "runs" / "student-seed0" / "config.toml").read_text()
     assert str(folder / "runs" / "dense-seed0") in config
     assert "run:dense" in values["config"]
@@ -223,36 +236,60 @@ def test_what_has_a_result_is_left_alone_and_rows_hold_means(swept, monkeypatch)
     grid, folder = swept
     finished = Grid(grid.runs[:2], grid.jobs)
     monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: pytest.fail("started again"))
-    assert sweep(finished, folder / "runs", folder / "results", command="test")
-    rows = summary(grid, folder / "results")
+    assert sweep(finished, folder / "runs", folder / "runs.jsonl", command="test")
+    rows = summary([run.name for run in grid.runs], read_results(folder / "runs.jsonl"))
     assert [row["run"] for row in rows] == ["student", "dense", "broken"]
     assert [row["seeds"] for row in rows] == [1, 1, 0]
     assert 0 <= rows[0]["accuracy"] <= 1 and rows[0]["macs_share"] < 1
-    path = result_path(folder / "results", grid.runs[0])
-    assert rows[0]["seconds"] == json.loads(path.read_text())["values"]["seconds"]
+    line = lines_of(folder / "runs.jsonl")["student-seed0"]
+    assert rows[0]["seconds"] == line["values"]["seconds"]
+
+
+def test_rows_of_seeds_hold_their_mean_and_deviation(swept) -> None:
+    (dense, _) = read_results(swept[1] / "runs.jsonl").values()
+    accuracies = {"dense-seed0": 0.4, "thin-seed0": 0.1, "dense-seed1": 0.6}
+    done = {
+        name: replace(dense, figures={"accuracy": accuracy, "epoch": 3})
+        for name, accuracy in accuracies.items()
+    }
+    first, second = summary([*done, "thin-seed1"], done)
+    assert first["run"] == "dense" and first["seeds"] == 2 and "epoch" not in first
+    assert first["accuracy"] == pytest.approx(0.5)
+    assert first["accuracy_deviation"] == pytest.approx(0.2 / 2**0.5)
+    assert second == {"run": "thin", "seeds": 1, "accuracy": 0.1}
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"values": {"run"', '{"values": {"config": "a ="}}']
+    "content", ["", "[]", '{"values": {"run"', '{"values": {"config": "a ="}}', "[" * 100_000]
 )
-def test_what_is_no_result_is_named(swept, tmp_path: Path, content: str) -> None:
-    path = result_path(tmp_path, swept[0].runs[0])
-    path.write_text(content)
-    with pytest.raises(UserError, match=f"{path} is not the result"):
-        sweep(swept[0], tmp_path / "runs", tmp_path, command="test")
+def test_lines_that_are_no_results_are_named(swept, tmp_path: Path, content: str) -> None:
+    grid, folder = swept
+    path = tmp_path / "runs.jsonl"
+    path.write_text(f"{(folder / 'runs.jsonl').read_text()}{content}\n")
+    with pytest.raises(UserError, match=f"line 3 of {path} is not the result"):
+        sweep(grid, tmp_path / "runs", path, command="test")
+    with pytest.raises(UserError, match=r"cannot read results in .* directory"):
+        sweep(grid, tmp_path / "runs", tmp_path, command="test")
+
+
+def test_two_results_of_one_run_are_refused(swept, tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    path.write_text(2 * (swept[1] / "runs.jsonl").read_text())
+    with pytest.raises(UserError, match="two results of dense-seed0"):
+        sweep(swept[0], tmp_path / "runs", path, command="test")
 
 
 def test_a_result_goes_with_those_of_the_runs_it_needed(swept, tmp_path: Path) -> None:
     grid, folder = swept
-    student, dense, _ = (result_path(folder / "results", run) for run in grid.runs)
-    (tmp_path / student.name).write_text(student.read_text())
-    with pytest.raises(UserError, match=f"{student.name} is of a dense-seed0 that is not the one"):
-        sweep(grid, folder / "runs", tmp_path, command="test")
-    result = json.loads(dense.read_text())
-    result["values"]["last"]["accuracy"] += 0.1
-    (tmp_path / dense.name).write_text(json.dumps(result))
-    with pytest.raises(UserError, match=f"{student.name} is of a dense-seed0 that is not the one"):
-        sweep(grid, folder / "runs", tmp_path, command="test")
+    lines = lines_of(folder / "runs.jsonl")
+    student, dense = lines["student-seed0"], lines["dense-seed0"]
+    path = write_lines(tmp_path / "runs.jsonl", student)
+    with pytest.raises(UserError, match=r"student-seed0 in .* is of a dense-seed0 that is not the"):
+        sweep(grid, folder / "runs", path, command="test")
+    dense["values"]["last"]["accuracy"] += 0.1
+    write_lines(path, student, dense)
+    with pytest.raises(UserError, match=r"student-seed0 in .* is of a dense-seed0 that is not the"):
+        sweep(grid, folder / "runs", path, command="test")
 
 
 def test_a_run_goes_on_from_the_networks_it_was_begun_with(swept, tmp_path: Path) -> None:
@@ -264,21 +301,59 @@ def test_a_run_goes_on_from_the_networks_it_was_begun_with(swept, tmp_path: Path
         sweep(
             Grid((*grid.runs[1:2], other, Run("student", changed)), 1),
             folder / "runs",
-            tmp_path,
+            tmp_path / "runs.jsonl",
             command="test",
         )
 
 
 def test_two_sweeps_do_not_share_a_folder(swept, tmp_path: Path) -> None:
     with exclusive(tmp_path), pytest.raises(UserError, match="in use by this process"):
-        sweep(swept[0], tmp_path, tmp_path / "results", command="test")
+        sweep(swept[0], tmp_path, tmp_path / "runs.jsonl", command="test")
 
 
-def test_results_of_other_settings_are_refused(swept) -> None:
+def test_results_of_other_settings_are_refused(swept, tmp_path: Path) -> None:
     grid, folder = swept
     changed = apply_overrides(grid.runs[1].config, ["train.lr=0.01"])
     with pytest.raises(UserError, match="other settings"):
-        sweep(Grid((Run("dense", changed),), 1), folder / "runs", folder / "results", command="")
+        sweep(Grid((Run("dense", changed),), 1), folder / "runs", folder / "runs.jsonl", command="")
+    # As well where the setting that it had is gone since.
+    dense = lines_of(folder / "runs.jsonl")["dense-seed0"]
+    dense["values"]["config"] = dense["values"]["config"].replace("[data]", "[data]\nmixup = 0.5")
+    path = write_lines(tmp_path / "runs.jsonl", dense)
+    with pytest.raises(UserError, match="other settings"):
+        sweep(grid, folder / "runs", path, command="test")
+
+
+def test_results_of_runs_that_the_grid_does_not_have_are_left_alone(
+    swept, tmp_path: Path, monkeypatch
+) -> None:
+    grid, folder = swept
+    monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: subprocess.Popen(["true"]))
+    dense = lines_of(folder / "runs.jsonl")["dense-seed0"]
+    dense["values"]["run"] = "mixed-seed0"
+    dense["values"]["config"] = dense["values"]["config"].replace("[data]", "[data]\nmixup = 0.5")
+    path = write_lines(tmp_path / "runs.jsonl", dense)
+    before = path.read_text()
+    assert sweep(Grid(grid.runs[1:2], 1), folder / "runs", path, command="test")
+    assert path.read_text().startswith(before) and len(lines_of(path)) == 2
+
+
+def test_runs_that_a_killed_sweep_left_training_are_named(
+    swept, tmp_path: Path, monkeypatch
+) -> None:
+    grid, _ = swept
+    monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: pytest.fail("started"))
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "dense-seed0")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"held\n"
+            with pytest.raises(UserError) as told:
+                sweep(grid, tmp_path, tmp_path / "runs.jsonl", command="test")
+        finally:
+            process.kill()
+    message = str(told.value)
+    assert message.startswith(f"dense-seed0 is still being trained by process {process.pid} on ")
+    assert "left by a sweep that was killed" in message and "student" not in message
 
 
 def test_a_run_whose_checkpoint_is_gone_is_trained_again_for_those_that_need_it(
@@ -292,10 +367,7 @@ def test_a_run_whose_checkpoint_is_gone_is_trained_again_for_those_that_need_it(
         return subprocess.Popen(["false"])
 
     monkeypatch.setattr("deepmoe.sweep.runner._start", fail)
-    results = folder / "some"
-    results.mkdir()
-    path = result_path(folder / "results", grid.runs[1])
-    (results / path.name).write_text(path.read_text())
+    results = write_lines(folder / "some.jsonl", lines_of(folder / "runs.jsonl")["dense-seed0"])
     grid = Grid(grid.runs[:2], 2)
     assert not sweep(grid, folder / "elsewhere", results, command="test")
     assert started == ["dense-seed0"]  # it failed, so that the student was never started
@@ -316,14 +388,14 @@ def test_a_run_trained_again_for_its_checkpoint_leaves_its_result_alone(
 ) -> None:
     grid, folder = swept
     monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: subprocess.Popen(["true"]))
-    dense, results = grid.runs[1], folder / "results"
-    before = result_path(results, dense).read_bytes()
+    dense, results = grid.runs[1], folder / "runs.jsonl"
+    before = results.read_bytes()
     student = Run("new", grid.runs[0].config)
     empty = folder / "runs" / "dense-seed0" / "last.safetensors"
     moved = empty.rename(empty.with_name("moved"))
     assert not sweep(Grid((dense, student), 1), folder / "runs", results, command="test")
     moved.rename(empty)
-    assert result_path(results, dense).read_bytes() == before
+    assert results.read_bytes() == before
     assert "left as it was" in capsys.readouterr().err
 
 
@@ -331,7 +403,7 @@ def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path, monkeypatch, 
     grid = read_grid(write(tmp_path, TINY.replace("[0, 1]", "[0]")))
     kill = ["sh", "-c", "kill -9 $$"]
     monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: subprocess.Popen(kill))
-    assert not sweep(grid, tmp_path / "runs", tmp_path / "results", command="test")
+    assert not sweep(grid, tmp_path / "runs", tmp_path / "runs.jsonl", command="test")
     assert "killed by SIGKILL" in capsys.readouterr().err
 
 
@@ -371,9 +443,36 @@ def test_an_interrupted_sweep_lets_its_runs_save(asked: signal.Signals, tmp_path
 def test_a_sweep_of_failures_ends_in_one_sentence(tmp_path: Path) -> None:
     text = TINY.replace("[0, 1]", "[0]") + '"train.loss_limit" = 1e-6\n'
     command = ["sweep", str(write(tmp_path, text)), "--out", str(tmp_path / "runs")]
-    done = CliRunner().invoke(main, [*command, "--results", str(tmp_path / "results"), "--json"])
+    done = CliRunner().invoke(main, [*command, "--json"])
     assert done.exit_code == 2 and "have no result" in done.output
-    assert "grid" in (tmp_path / "results" / "table.md").read_text()
+    assert not (tmp_path / "runs.jsonl").exists()
+
+
+def test_a_grid_is_called_after_its_folder_or_its_file(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert grid_name(Path("recipes/grid.toml")) == "recipes"
+    assert grid_name(Path("grid.toml")) == tmp_path.name
+    assert grid_name(Path("recipes/widths.toml")) == "widths"
+
+
+def test_runs_and_results_have_places_of_their_own(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def note(grid: Grid, out: Path, results: Path, *, command: str, jobs: int | None) -> bool:
+        seen.append((out, results, command))
+        return True
+
+    monkeypatch.setattr("deepmoe.sweep.sweep", note)
+    for name in ("grid.toml", "widths.toml"):
+        (tmp_path / "mine" / name).write_text(TINY)
+        assert CliRunner().invoke(main, ["sweep", f"mine/{name}"]).exit_code == 0
+    results = Path("mine/runs.jsonl")
+    assert seen == [
+        (Path("runs/mine"), results, "deepmoe sweep mine/grid.toml"),
+        (Path("runs/widths"), results, "deepmoe sweep widths.toml"),
+    ]
 
 
 def test_settings_on_the_command_line_hold_for_all_runs(tmp_path: Path) -> None:

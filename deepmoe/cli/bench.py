@@ -60,29 +60,6 @@ def bench_train_verb(
     print_table(("kind", "seconds an epoch", "of dense", "ms a batch, by phase"), rows)
 
 
-@bench.command("input")
-@click.argument("root", required=False)
-@click.option("--images", type=int, default=400, show_default=True, help="How many to decode.")
-@json_option
-@save_option
-def bench_input_verb(root: str | None, images: int, as_json: bool, save: Path | None) -> None:
-    """Time decoding of image files in ROOT (made up if not given), beside torchvision's."""
-    from deepmoe.bench.input import bench_input
-
-    if images < 1:
-        raise UserError(f"--images must be at least 1, not {images}")
-    values = bench_input(root, images=images)
-    if save is not None:
-        from deepmoe.results import write_result
-
-        command = f"deepmoe bench input --images {images}"
-        write_result(save, values, command=command, seed=0, device="cpu")
-    if as_json:
-        say(json.dumps(values, indent=2))
-    else:
-        print_table(("", ""), [(key, str(value)) for key, value in values.items()])
-
-
 @bench.command("sparse")
 @click.argument("model")
 @set_option

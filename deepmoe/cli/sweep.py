@@ -20,9 +20,11 @@ SHOWN = {  # key: title
 
 @click.command()
 @click.argument("grid", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the runs. [runs/GRID]")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the runs. [runs/NAME]")
 @click.option(
-    "--results", type=click.Path(path_type=Path), help="Folder of the figures. [results/GRID]"
+    "--results",
+    type=click.Path(path_type=Path),
+    help="File of the figures. [runs.jsonl, beside GRID]",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Runs side by side. [default: as GRID says]")
 @set_option
@@ -37,28 +39,26 @@ def sweep(
 ) -> None:
     """Train all runs of GRID, a .toml file, several side by side, and compare them.
 
+    NAME is that of the file, or of its folder if the file is called grid.toml.
+
     Runs that have a result already are left alone, and those that were interrupted go on from
     their last checkpoint: call it again to finish a sweep. What is --set holds for all runs.
     """
-    from deepmoe.files import write_atomically
-    from deepmoe.results import markdown_table
-    from deepmoe.sweep import read_grid, summary
+    from deepmoe.sweep import RESULTS_NAME, grid_name, read_grid, read_results, summary
     from deepmoe.sweep import sweep as run_sweep
 
-    runs = read_grid(grid, overrides)
-    folder = results or Path("results") / grid.stem
-    out = out or Path("runs") / grid.stem
-    command = f"deepmoe sweep {grid.name}{as_typed(overrides)}"
-    complete = run_sweep(runs, out, folder, command=command, jobs=jobs)
-    rows = summary(runs, folder)
-    shown = [key for key in SHOWN if any(key in row for row in rows)]
-    cells = [[_cell(row, key) for key in ("run", "seeds", *shown)] for row in rows]
-    header = ["run", "seeds", *(SHOWN[key] for key in shown)]
-    write_atomically(folder / "table.md", f"{markdown_table(header, cells)}\n".encode())
+    asked, name = read_grid(grid, overrides), grid_name(grid)
+    results = results or grid.parent / RESULTS_NAME
+    shown = grid.name if grid.stem == name else f"{name}/{grid.name}"
+    command = f"deepmoe sweep {shown}{as_typed(overrides)}"
+    complete = run_sweep(asked, out or Path("runs", name), results, command=command, jobs=jobs)
+    rows = summary([run.name for run in asked.runs], read_results(results))
+    keys = [key for key in SHOWN if any(key in row for row in rows)]
+    cells = [[_cell(row, key) for key in ("run", "seeds", *keys)] for row in rows]
     if as_json:
         say(json.dumps(rows, indent=2))
     else:
-        print_table(header, cells)
+        print_table(["run", "seeds", *(SHOWN[key] for key in keys)], cells)
     if not complete:
         raise UserError("some runs have no result; their logs tell why")
 

@@ -1,8 +1,18 @@
 """Many training runs from one file, several side by side; goes on where it was stopped."""
 
-from deepmoe.sweep.grid import Grid, Run, read_grid
-from deepmoe.sweep.result import result_path
+from deepmoe.sweep.grid import Grid, Run, grid_name, read_grid
+from deepmoe.sweep.results import RESULTS_NAME, RunResult, read_results
 from deepmoe.sweep.runner import sweep
 from deepmoe.sweep.summary import summary
 
-__all__ = ["Grid", "Run", "read_grid", "result_path", "summary", "sweep"]
+__all__ = [
+    "RESULTS_NAME",
+    "Grid",
+    "Run",
+    "RunResult",
+    "grid_name",
+    "read_grid",
+    "read_results",
+    "summary",
+    "sweep",
+]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from deepmoe.schema import Paths, from_plain
 # "run:dense" as a checkpoint: that of dense, of the same or its only seed; or "run:dense-seed0"
 ANOTHER_RUN = "run:"
 ALL_SEEDS = "runs:"  # "runs:dense" as teachers: dense of all its seeds
+GRID_NAME = "grid.toml"  # a file of this name is called after its folder
 SEED = re.compile(r"-seed\d+$")  # as run_name() writes it
 NAME_CHARACTERS = set(string.ascii_letters + string.digits + "-_.=+")
 
@@ -64,6 +66,17 @@ class Grid:
 def run_name(group: str, seed: int) -> str:
     """The name of a group's run with this seed."""
     return f"{group}-seed{seed}"
+
+
+def group_of(name: str) -> str:
+    """The group of a run with this name."""
+    return SEED.sub("", name)
+
+
+def grid_name(path: Path) -> str:
+    """What a grid file is called: after its folder if that is all it holds, or after itself."""
+    path = Path(os.path.abspath(path))
+    return path.parent.name if path.name == GRID_NAME else path.stem
 
 
 def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
@@ -160,7 +173,7 @@ def _labelled(config: RunConfig, label: str) -> RunConfig:
 
     def labelled(name: str) -> str:
         seed = SEED.search(name)
-        return ANOTHER_RUN + SEED.sub("", name) + label + (seed.group() if seed else "")
+        return ANOTHER_RUN + group_of(name) + label + (seed.group() if seed else "")
 
     config = with_checkpoints(config, labelled)
     return with_checkpoints(config, lambda group: ALL_SEEDS + group + label, ALL_SEEDS)

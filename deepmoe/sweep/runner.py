@@ -5,16 +5,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deepmoe.checkpoint import CheckpointStore, read_progress
 from deepmoe.config import RunConfig, config_to_toml
+from deepmoe.console import complain
 from deepmoe.devices import choose_device
 from deepmoe.errors import UserError
-from deepmoe.files import exclusive
+from deepmoe.files import exclusive, user_of
 from deepmoe.sweep.grid import Grid, Run, with_checkpoints
-from deepmoe.sweep.result import read_run_result, result_path, without_root, write_run_result
+from deepmoe.sweep.results import RunResult, add_result, read_results
 from deepmoe.training.fit import changed_keys
 from deepmoe.training.interrupts import stop_signals
 from deepmoe.training.log import METRICS_NAME, read_metrics
@@ -29,7 +31,7 @@ def sweep(grid: Grid, out: Path, results: Path, *, command: str, jobs: int | Non
     Args:
         grid: the runs.
         out: folder of the runs' own folders.
-        results: folder of one JSON a run.
+        results: file of one line a run.
         command: to note in the results.
         jobs: runs side by side; as the grid says if not given.
 
@@ -38,12 +40,14 @@ def sweep(grid: Grid, out: Path, results: Path, *, command: str, jobs: int | Non
         lies in its folder.
 
     Raises:
-        UserError: for results or runs of other settings, or while another sweep uses the folder.
+        UserError: for results or runs of other settings, while another sweep uses the folder, or
+            while runs of a killed sweep still train.
     """
     out = out.resolve()
     with exclusive(out):
         _train(grid, out, results, command, jobs or grid.jobs)
-    return all(result_path(results, run).exists() for run in grid.runs)
+    done = read_results(results)
+    return all(run.name in done for run in grid.runs)
 
 
 def _train(grid: Grid, out: Path, results: Path, command: str, jobs: int) -> None:
@@ -57,9 +61,9 @@ def _train(grid: Grid, out: Path, results: Path, command: str, jobs: int) -> Non
                 if len(going) < jobs:
                     waiting.remove(run)
                     going.append((run, _start(run, out)))
-                    _tell(f"{run.name}: started")
+                    complain(f"{run.name}: started")
             if not going:
-                _tell(f"{', '.join(run.name for run in waiting)}: needs a run that failed")
+                complain(f"{', '.join(run.name for run in waiting)}: needs a run that failed")
                 break
             time.sleep(POLL_SECONDS)
             for run, process in [pair for pair in going if pair[1].poll() is not None]:
@@ -81,30 +85,45 @@ def _leave(number: int, _frame: Any) -> None:
 
 def _waiting(grid: Grid, out: Path, results: Path) -> list[Run]:
     """Runs without a result, and those whose checkpoints they need but are not there any more."""
-    _check_results(grid, results)
-    waiting = [run for run in grid.runs if not result_path(results, run).exists()]
+    done = read_results(results)
+    _check_results(grid, done, results)
+    waiting = [run for run in grid.runs if run.name not in done]
     for run in waiting:  # it grows on the way
         _check_begun(run, out)
         needed = [r for r in grid.runs if r.name in run.needs and r not in waiting]
         waiting += [r for r in needed if not _is_trained(r, out)]
+    _check_free(waiting, out)
     return waiting
 
 
-def _check_results(grid: Grid, results: Path) -> None:
+def _check_results(grid: Grid, done: Mapping[str, RunResult], path: Path) -> None:
     """Refuses results that are not of this grid, or not of the results beside them."""
-    paths = {run.name: result_path(results, run) for run in grid.runs}
-    found = {name: read_run_result(path) for name, path in paths.items() if path.exists()}
+    names = {run.name for run in grid.runs}
     for run in grid.runs:
-        if run.name not in found:
+        if run.name not in done:
             continue
-        path, result = paths[run.name], found[run.name]
-        if result.config != without_root(run.config):
-            raise UserError(f"{path} is of other settings than the grid's: remove or move it")
-        for need, digest in result.needs.items():
-            if need in paths and (need not in found or found[need].digest != digest):
+        if not done[run.name].is_of(run):
+            raise UserError(
+                f"{run.name} in {path} is of other settings than the grid's: remove its line, "
+                "or name another file by --results"
+            )
+        for need, digest in done[run.name].needs.items():
+            if need in names and (need not in done or done[need].digest != digest):
                 raise UserError(
-                    f"{path} is of a {need} that is not the one of {paths[need]}: remove or move it"
+                    f"{run.name} in {path} is of a {need} that is not the one there: "
+                    "remove its line, or name another file by --results"
                 )
+
+
+def _check_free(runs: list[Run], out: Path) -> None:
+    """Refuses to start runs that a sweep has left training when it was killed."""
+    users = {run.name: user_of(out / run.name) for run in runs}
+    busy = [f"{name} is still being trained by {user}" for name, user in users.items() if user]
+    if busy:
+        raise UserError(
+            f"{' and '.join(busy)}, left by a sweep that was killed: wait for it, or stop it "
+            "(it saves), then start this sweep again"
+        )
 
 
 def _is_trained(run: Run, out: Path) -> bool:
@@ -150,17 +169,17 @@ def _start(run: Run, out: Path) -> "subprocess.Popen[bytes]":
 
 def _collect(run: Run, code: int, out: Path, results: Path, command: str) -> bool:
     """Writes the result of a run that has ended; whether there is one."""
-    folder, path = out / run.name, result_path(results, run)
-    lines = read_metrics(folder / METRICS_NAME)
-    if code or not lines:
-        _tell(f"{run.name}: failed, {_reason(code, folder / LOG_NAME)}")
+    folder = out / run.name
+    metrics = read_metrics(folder / METRICS_NAME)
+    if code or not metrics:
+        complain(f"{run.name}: failed, {_reason(code, folder / LOG_NAME)}")
         return False
-    if path.exists():
-        _tell(f"{run.name}: done, for its checkpoint; {path} is left as it was")
+    if run.name in read_results(results):
+        complain(f"{run.name}: done, for its checkpoint; its line in {results} is left as it was")
         return True
     device = choose_device(run.config.train.device)
-    write_run_result(path, run, lines, command=command, device=device)
-    _tell(f"{run.name}: done")
+    add_result(results, run, metrics, command=command, device=device)
+    complain(f"{run.name}: done")
     return True
 
 
@@ -181,7 +200,3 @@ def _resolved(run: Run, out: Path) -> RunConfig:
 
 def _last_checkpoint(out: Path, name: str) -> Path:
     return CheckpointStore(out / name, keep=0).last
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

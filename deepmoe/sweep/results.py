@@ -1,0 +1,108 @@
+"""What a sweep's runs came to: one file, a line of JSON for each run."""
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepmoe.config import DataConfig, RunConfig, config_from_dict, config_to_toml
+from deepmoe.errors import UserError
+from deepmoe.files import write_atomically
+from deepmoe.results import with_origin
+from deepmoe.sweep.grid import Run
+
+RESULTS_NAME = "runs.jsonl"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A line of the file: the figures of a run, and what they were measured with."""
+
+    line: dict[str, Any]  # as it stands there
+    name: str  # of the run
+    settings: dict[str, Any]  # of whatever version, without the place of the data
+    figures: dict[str, Any]  # of the last epoch; `seconds` are those of all epochs
+    needs: dict[str, str]  # digests of the results of the runs it took checkpoints of, by name
+    digest: str  # of this one
+
+    def is_of(self, run: Run) -> bool:
+        """Whether the run would be trained with the same settings today."""
+        try:
+            return config_from_dict(self.settings) == _without_root(run.config)
+        except UserError:  # it had settings that are gone
+            return False
+
+
+def read_results(path: Path) -> dict[str, RunResult]:
+    """The results of a sweep so far, by the names of the runs.
+
+    Raises:
+        UserError: for a file that can't be read, or a line in it that is no result.
+    """
+    found: dict[str, RunResult] = {}
+    for number, text in enumerate(_read(path).splitlines(), start=1):
+        try:
+            result = _parse(text)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise UserError(
+                f"line {number} of {path} is not the result of a sweep's run: {reason}"
+            ) from error
+        if result.name in found:
+            raise UserError(f"{path} has two results of {result.name}: remove one of the lines")
+        found[result.name] = result
+    return found
+
+
+def add_result(
+    path: Path, run: Run, metrics: list[dict[str, Any]], *, command: str, device: torch.device
+) -> None:
+    """Adds the line of a finished run, with digests of those that it needed."""
+    done = read_results(path)
+    lost = [name for name in run.needs if name not in done]
+    if lost:
+        raise UserError(f"{path} has no result of {lost[0]} any more, which {run.name} needed")
+    values = {
+        "run": run.name,
+        "config": config_to_toml(_without_root(run.config)),
+        "needs": {name: done[name].digest for name in run.needs},
+        "seconds": sum(line.get("seconds", 0.0) for line in metrics),
+        "last": metrics[-1],
+    }
+    line = with_origin(values, command=command, seed=run.config.train.seed, device=device)
+    before = "".join(f"{text}\n" for text in _read(path).splitlines())
+    write_atomically(path, f"{before}{json.dumps(line)}\n".encode())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read results in {path}: {reason}") from error
+
+
+def _parse(text: str) -> RunResult:
+    line = json.loads(text)
+    values = line["values"]
+    settings = tomllib.loads(values["config"])
+    config_from_dict(settings, used=True)  # of any version, but of a run
+    return RunResult(
+        line,
+        str(values["run"]),
+        settings,
+        {**values["last"], "seconds": float(values["seconds"])},
+        dict(values.get("needs", {})),
+        hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16],
+    )
+
+
+def _without_root(config: RunConfig) -> RunConfig:
+    """Where the data lies says nothing elsewhere."""
+    data = dataclasses.replace(config.data, root=DataConfig().root)
+    return dataclasses.replace(config, data=data)

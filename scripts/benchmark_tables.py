@@ -1,0 +1,148 @@
+"""The tables of speed."""
+
+from typing import Any
+
+from result_files import BENCHMARKS, benchmark, origin
+
+from deepmoe.results import markdown_table
+
+
+def train_speed_table() -> str:
+    """Seconds a training epoch, and where the time of a batch goes."""
+    rows = []
+    names = {"vgg16": "yes", "resnet56": "yes", "vgg16_without_graphs": "no"}
+    results = [benchmark(f"train_speed_{name}") for name in names]
+    for graphs, values in zip(names.values(), (r["values"] for r in results), strict=True):
+        for kind, seconds in values["seconds_per_epoch"].items():
+            ratio = values["ratio_to_dense"].get(kind, 1.0)
+            low, high = values["spread"][kind]
+            spent = values.get("gpu_milliseconds_per_batch", values["milliseconds_per_batch"])[kind]
+            rows.append(
+                (
+                    values["model"],
+                    graphs,
+                    kind,
+                    f"{seconds:.2f} ({low:.2f} to {high:.2f})",
+                    f"{ratio:.2f}",
+                    ", ".join(f"{what} {time:.2f}" for what, time in spent.items()),
+                )
+            )
+    header = [
+        "network",
+        "CUDA graphs",
+        "kind",
+        "seconds an epoch",
+        "of dense",
+        "ms a batch: by kind of kernel, or by phase without graphs",
+    ]
+    return "\n\n".join([markdown_table(header, rows), *map(origin, results)])
+
+
+def input_speed_table() -> str:
+    """Decoded training images a second on one core."""
+    result = benchmark("input_speed")
+    values = result["values"]
+    rows = [
+        ("decode and crop, as in our workers", values["ours_decode_per_s"], values["ratio_decode"]),
+        ("the same, mirror, jitter, normalise", values["ours_total_per_s"], values["ratio_total"]),
+        (f"torchvision {values['torchvision']}", values["torchvision_per_s"], 1.0),
+    ]
+    lines = [(name, f"{rate:.0f}", f"{ratio:.2f}") for name, rate, ratio in rows]
+    header = ["pipeline", "images a second", "of torchvision's"]
+    return f"{markdown_table(header, lines)}\n\n{origin(result)}"
+
+
+SPARSE_COLUMNS = {
+    "dense_wide": "dense wide",
+    "dense_base": "dense base",
+    "presliced": "sliced before",
+    "dynamic": "dynamic",
+    "codebook": "codebook",
+    "dense_wide_packed": "dense wide, packed",
+    "presliced_packed": "sliced, packed",
+}
+
+
+def sparse_table(device: str) -> str:
+    """What skipped channels save in inference, on one kind of device."""
+    paths = sorted(BENCHMARKS.glob(f"sparse_{device}_*.json"))
+    results = [benchmark(path.stem) for path in paths]
+    rows = []
+    for result in results:
+        v = result["values"]
+        times = [_milliseconds(v, key) for key in SPARSE_COLUMNS]
+        gains = [f"{v['dense_wide_ms'] / v[f'{m}_ms']:.2f}" for m in ("dynamic", "codebook")]
+        model = result["command"].split()[3]
+        rows.append((model, v["batch"], f"{v['density']:.2f}", v["codes"], *times, *gains))
+    header = ["network, wide 2", "batch", "density", "codes", *SPARSE_COLUMNS.values()]
+    header += ["gain of dynamic", "gain of codebook"]
+    return "\n\n".join([markdown_table(header, rows), *map(origin, results)])
+
+
+def sparse_grid_table(device: str) -> str:
+    """Time against density and batch size."""
+    result = benchmark(f"sparse_grid_{device}")
+    keys = ("dense_wide", "presliced", "masked", "dynamic", "codebook")
+    rows = [
+        (v["batch"], f"{v['density']:.2f}", *(f"{v[f'{key}_ms']:.2f}" for key in keys))
+        for v in result["values"]
+    ]
+    header = ["batch", "density", "dense", "sliced before", "masked", "dynamic", "codebook"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
+def sparse_profile_cpu_table() -> str:
+    """Where the dynamic mode's time goes on a CPU, layer by layer."""
+    result = benchmark("profile_sparse_cpu")
+    keys = ("total_ms", "kernels_ms", "packed_ms")
+    rows = [
+        (path, v["way"], *(f"{v[key]:.2f}" for key in keys))
+        for path, v in result["values"]["layers"].items()
+    ]
+    rows.append(("all", "", f"{result['values']['total_ms']:.2f}", "", ""))
+    header = ["layer", "way", "dynamic, ms", "of that in kernels", "packed"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)} ({result['command']})"
+
+
+def sparse_profile_gpu_table() -> str:
+    """Where the codebook mode's time goes on a GPU."""
+    result = benchmark("profile_sparse_gpu")
+    rows = [(part, f"{ms:.2f}") for part, ms in result["values"].items()]
+    return f"{markdown_table(['part', 'ms'], rows)}\n\n{origin(result)} ({result['command']})"
+
+
+def cpu_kernels_table() -> str:
+    """What each CPU kernel of the sparse engine is worth; nothing until that is measured."""
+    if not (BENCHMARKS / "cpu_kernels.json").exists():
+        return ""
+    result = benchmark("cpu_kernels")
+    rows = [
+        (v["network"], f"{v['density']:.2f}", *(f"{ms:.2f}" for ms in v["median_ms"].values()))
+        for v in result["values"]
+    ]
+    header = ["network", "density", *result["values"][0]["median_ms"]]
+    about = (
+        "What each kernel is worth: dynamic mode, the engine left with fewer ways. Milliseconds "
+        "for one image, medians of interleaved runs:"
+    )
+    origins = f"{origin(result)} (`{result['command']}`)"
+    return "\n\n".join([about, markdown_table(header, rows), origins])
+
+
+def resume_gpu_table() -> str:
+    """How exactly resumed runs repeat on a GPU; nothing until that is measured.
+
+    The file holds one mapping of texts and numbers for each case, by its name.
+    """
+    if not (BENCHMARKS / "resume_gpu.json").exists():
+        return ""
+    result = benchmark("resume_gpu")
+    cases = result["values"]
+    rows = [(name, *case.values()) for name, case in cases.items()]
+    header = ["case", *next(iter(cases.values()))]
+    return f"On a GPU:\n\n{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
+def _milliseconds(values: dict[str, Any], key: str) -> str:
+    low, high = values["spread_ms"][key]
+    return f"{values[f'{key}_ms']:.2f} ({low:.2f} to {high:.2f})"

@@ -1,0 +1,176 @@
+"""The tables of single experiments."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from result_files import experiment, origin, runs_of
+
+from deepmoe.config_versions import REMOVED
+from deepmoe.costs import format_macs
+from deepmoe.results import markdown_table
+from deepmoe.sweep import RunResult, summary
+from deepmoe.sweep.grid import group_of
+
+
+def sweep_table(name: str) -> str:
+    """Mean and deviation of each run of a sweep."""
+    rows = [
+        (
+            row["run"],
+            row["seeds"],
+            percent(row, "accuracy"),
+            f"{row['evaluation_loss']:.3f}",
+            percent(row, "train_accuracy"),
+            format_macs(row["macs"]),
+        )
+        for row in rows_of(name).values()
+    ]
+    results = runs_of(name).values()
+    (images,) = evaluated_on(name)
+    header = ["run", "seeds", f"accuracy ({images})", "loss", "training accuracy", "MACs"]
+    parts = [markdown_table(header, rows), origin(*(result.line for result in results))]
+    gone = ", ".join(dict.fromkeys(text for result in results for text in _gone(result)))
+    return "\n\n".join([*parts, f"With settings that are gone since: {gone}."] if gone else parts)
+
+
+def rows_of(name: str) -> dict[str, dict[str, Any]]:
+    """The figures of each run of a sweep, over its seeds."""
+    results = runs_of(name)
+    return {row["run"]: row for row in summary(results, results)}
+
+
+def evaluated_on(name: str) -> set[str]:
+    """Which images, and how many: so few that single points mean little, or not."""
+    figures = [result.figures for result in runs_of(name).values()]
+    return {f"{f['evaluated_on']}, {f['images']:,} images" for f in figures}
+
+
+def percent(row: dict[str, Any], key: str) -> str:
+    """A share with its deviation over seeds, if there are several."""
+    spread = f" ± {100 * row[f'{key}_deviation']:.2f}" if f"{key}_deviation" in row else ""
+    return f"{100 * row[key]:.2f}%{spread}"
+
+
+def quickstart_table() -> str:
+    """What `make quickstart` measured."""
+    result = experiment("quickstart/results")
+    rows = [
+        (
+            name,
+            f"{v['accuracy']:.2%}",
+            format_macs(v["macs"]),
+            f"{v['macs_share']:.1%}",
+            f"{v['active']:.1%}",
+        )
+        for name, v in result["values"].items()
+    ]
+    header = ["network", "accuracy", "mean MACs", "of dense MACs", "active channels"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
+def dense_table() -> str:
+    """Dense VGG-16 on CIFAR-100."""
+    results = [experiment(f"cifar100_dense/{name}") for name in ("plain", "smoothing")]
+    rows = [
+        (name, f"{run['accuracy']:.2%}", f"`{run['command']}`")
+        for result in results
+        for name, run in result["values"].items()
+    ]
+    table = markdown_table(["run", "test accuracy", "command"], rows)
+    return "\n\n".join([table, *map(origin, results)])
+
+
+def budget_table() -> str:
+    """Targets of a compute budget, and what was reached."""
+    result = experiment("macs_budget/results")
+    rows = [
+        (
+            name,
+            run["init"],
+            f"{run['macs_share']:.4f}",
+            f"{run['macs_share'] / run['target'] - 1:+.1%}",
+            f"{run['accuracy']:.2%}",
+            run["epochs"],
+        )
+        for name, run in result["values"].items()
+    ]
+    header = ["run", "gates start from", "share of dense MACs", "off by", "test accuracy", "epochs"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
+def camvid_table() -> str:
+    """Segmentation on CamVid."""
+    result = experiment("camvid/results")
+    rows = [
+        (
+            name,
+            f"{run['mean_iou']:.4f}",
+            f"{run['pixel_accuracy']:.2%}",
+            f"{run['macs_share']:.1%}",
+            f"`{run['command']}`",
+        )
+        for name, run in result["values"].items()
+    ]
+    header = ["network", "mean IoU", "pixel accuracy", "of dense MACs", "command"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
+def collapse_table() -> str:
+    """How the literal recipe goes with a lambda that is too large."""
+    result = experiment("vgg16_literal/strong")
+    rows = [
+        (
+            epoch["epoch"],
+            f"{epoch['train_accuracy']:.2%}",
+            f"{epoch['gate_l1']:.0f}",
+            f"{epoch['embedding_loss']:.2f}",
+            f"{epoch['accuracy']:.2%}" if "accuracy" in epoch else "",
+            f"{epoch['macs_share']:.1%}" if "macs_share" in epoch else "",
+        )
+        for epoch in result["values"]
+    ]
+    header = ["epoch", "training accuracy", "sum of an image's gates", "embedding's own loss"]
+    header += ["accuracy (test)", "of dense MACs"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
+def curve_table(name: str, runs: Iterable[str], ending: str = "") -> str:
+    """Accuracy and cost of an experiment's checkpoints, their small gates closed more and more."""
+    found = [experiment(f"{name}/curve_{run}{ending}") for run in runs]
+    rows = [
+        (
+            f"{points[0]['threshold']:g}",
+            *(t for p in points for t in (f"{p['macs_share']:.1%}", f"{p['accuracy']:.2%}")),
+        )
+        for points in zip(*(result["values"] for result in found), strict=True)
+    ]
+    header = ["gates closed below"]
+    header += [f"{run}: {what}" for run in runs for what in ("of dense MACs", "accuracy")]
+    return f"{markdown_table(header, rows)}\n\n{origin(*found)}"
+
+
+def cut_table() -> str:
+    """One checkpoint, cut to several costs."""
+    result = experiment("cifar100_gates/cut_four_many")
+    rows = [
+        (
+            f"`--macs {cut['asked']}`",
+            f"{format_macs(cut['macs'])} ({cut['macs_share']:.1%})",
+            f"{cut['accuracy']:.2%}",
+            f"{cut['sparse_accuracy']:.2%}",
+        )
+        for cut in result["values"]
+    ]
+    header = ["four_many, cut", "MACs", "accuracy", "in the sparse engine"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
+def _gone(result: RunResult) -> list[str]:
+    """What a run was trained with that no run can have any more, in words."""
+    found = []
+    for key, removed in REMOVED.items():
+        table, name = key.split(".")
+        value = result.settings.get(table, {}).get(name)
+        if value is not None and value not in removed.neutral:
+            found.append(f"*{group_of(result.name)}* (`{key}`)")
+    return found

@@ -1,0 +1,136 @@
+"""Fills the generated parts of the documents: tables from the code and from results, and a plot.
+
+A generated part stands between `<!-- NAME -->` and `<!-- /NAME -->`; an experiment's name stands
+for the table of its runs. Run by `make docs`; a test fails while a part is out of date.
+"""
+
+import io
+import re
+from collections.abc import Callable
+from functools import partial
+
+import matplotlib
+from benchmark_tables import (
+    cpu_kernels_table,
+    input_speed_table,
+    resume_gpu_table,
+    sparse_grid_table,
+    sparse_profile_cpu_table,
+    sparse_profile_gpu_table,
+    sparse_table,
+    train_speed_table,
+)
+from experiment_tables import (
+    budget_table,
+    camvid_table,
+    collapse_table,
+    curve_table,
+    cut_table,
+    dense_table,
+    quickstart_table,
+    sweep_table,
+)
+from recipe_tables import (
+    cost_curves,
+    headline_table,
+    ingredients_table,
+    parts_table,
+    targets_table,
+)
+from result_files import BENCHMARKS, EXPERIMENTS, ROOT
+
+from deepmoe.analysis.plots import cost_curve_plot
+from deepmoe.costs import format_macs, zoo_costs
+from deepmoe.results import markdown_table
+from deepmoe.sweep import RESULTS_NAME
+
+
+def models_table() -> str:
+    """The zoo at its usual input, with its usual classes."""
+    rows = [
+        (
+            f"`{m['model']}`",
+            m["input"],
+            m["classes"],
+            m["gates"],
+            f"{m['params'] / 1e6:.2f} M",
+            format_macs(m["macs"]),
+            f"{m['embedding_macs'] / m['macs']:.1%}",
+            ", ".join(m["options"]),
+        )
+        for m in zoo_costs()
+    ]
+    header = ["model", "input", "classes", "gates", "parameters", "MACs", "embedding", "options"]
+    return markdown_table(header, rows)
+
+
+SWEEPS = sorted(path.parent.name for path in EXPERIMENTS.glob(f"*/{RESULTS_NAME}"))
+FOUR = ("four", "four_many")
+SMALL = ("split_three", "many_costs", "many_costs_whole")
+PARTS: dict[str, Callable[[], str]] = {
+    **{name: partial(sweep_table, name) for name in SWEEPS},
+    "models": models_table,
+    "quickstart": quickstart_table,
+    "headline": headline_table,
+    "targets": targets_table,
+    "parts": parts_table,
+    "ingredients": ingredients_table,
+    "cifar100_dense": dense_table,
+    "macs_budget": budget_table,
+    "camvid": camvid_table,
+    "literal-strong": collapse_table,
+    "curve-refitted": partial(curve_table, "cifar100_gates", FOUR, "_refitted"),
+    "curve-plain": partial(curve_table, "cifar100_gates", FOUR),
+    "curve-small": partial(curve_table, "small_by_heart", SMALL),
+    "cut-four-many": cut_table,
+    "train-speed": train_speed_table,
+    "input-speed": input_speed_table,
+    "sparse-cpu": partial(sparse_table, "cpu"),
+    "sparse-gpu": partial(sparse_table, "gpu"),
+    "sparse-grid": partial(sparse_grid_table, "cpu"),
+    "sparse-grid-gpu": partial(sparse_grid_table, "gpu"),
+    "profile-cpu": sparse_profile_cpu_table,
+    "profile-gpu": sparse_profile_gpu_table,
+    "cpu-kernels": cpu_kernels_table,
+    "resume-gpu": resume_gpu_table,
+}
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    BENCHMARKS / "README.md",
+    *sorted(EXPERIMENTS.glob("**/README.md")),
+]
+COSTS = ROOT / "docs" / "costs.svg"
+
+
+def filled(text: str) -> str:
+    """The text with every generated part brought up to date."""
+    return re.sub(
+        r"(<!-- ([\w-]+) -->\n).*?(<!-- /\2 -->)",
+        lambda part: f"{part[1]}{PARTS[part[2]]()}\n{part[3]}",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def costs_as_svg() -> str:
+    """The plot of docs/recipe.md, its points written out in the description."""
+    curves = cost_curves()
+    points = {
+        name: ", ".join(f"{p['accuracy']:.2%} at {p['macs_share']:.1%}" for p in curve)
+        for name, curve in curves.items()
+    }
+    description = "; ".join(f"{name}: {listed}" for name, listed in points.items())
+    # The same file from the same points, and text that can be searched.
+    with matplotlib.rc_context({"svg.hashsalt": "deepmoe", "svg.fonttype": "none"}):
+        buffer = io.StringIO()
+        metadata = {"Date": None, "Creator": None, "Description": description}
+        cost_curve_plot(curves).savefig(buffer, format="svg", metadata=metadata)
+    return buffer.getvalue()
+
+
+if __name__ == "__main__":
+    for document in DOCUMENTS:
+        document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
+    COSTS.write_text(costs_as_svg(), encoding="utf-8")
