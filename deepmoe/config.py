@@ -219,7 +219,7 @@ class RunConfig:
         if self.train.nesterov and not self.train.momentum:
             raise UserError("train.nesterov needs a train.momentum above 0")
         if (self.train.teacher is None) != (self.loss.distillation == 0):
-            raise UserError("train.teacher and a loss.distillation above 0 need each other")
+            raise UserError("set both train.teacher and loss.distillation, or neither")
         if not self.train.total_epochs:
             raise UserError("train.epochs and train.finetune_epochs must not both be 0")
         if not self.train.epochs and self.train.start is None:

@@ -17,7 +17,7 @@ def choose_device(asked: str | None = "auto") -> torch.device:
     if asked in (None, "auto"):
         asked = "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():
-        raise UserError("the device is to be cuda, but this machine has no usable CUDA device")
+        raise UserError("the device is cuda, but this machine has no usable CUDA device")
     return torch.device(asked)
 
 

@@ -50,6 +50,8 @@ def exclusive(folder: Path) -> Iterator[None]:
         holder = _lock(handle)
         if holder is not None:
             raise UserError(f"{folder} is in use by {holder}")
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {platform.node()}".encode(), 0)
         _OURS.add(folder)
         yield
     finally:
@@ -85,6 +87,4 @@ def _lock(handle: int) -> str | None:
         return os.pread(handle, 100, 0).decode("utf-8", "replace") or "another process"
     except OSError:  # some network file systems have no locks
         return None
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} on {platform.node()}".encode(), 0)
     return None

@@ -21,6 +21,7 @@ def train_with_twin(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    command: str = "deepmoe quickstart",
     quiet: bool = False,
 ) -> list[Contender]:
     """Trains the dense twin and the gated network, and writes report and result.json.
@@ -30,6 +31,7 @@ def train_with_twin(
         out: folder of the report; the runs are its sub-folders `dense` and `deepmoe`.
         resume: go on with unfinished runs.
         overwrite: replace runs that are in these folders already.
+        command: to note in the result.
         quiet: print nothing.
     """
     if config.model.gates == "none":
@@ -47,7 +49,7 @@ def train_with_twin(
     write_result(
         out / RESULT_NAME,
         values,
-        command="deepmoe quickstart",
+        command=command,
         seed=config.train.seed,
         device=next(result.model.parameters()).device,
     )

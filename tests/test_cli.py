@@ -134,7 +134,7 @@ def test_training_can_be_resumed_and_overwritten(checkpoint, tmp_path) -> None:
         (["train", "quickstart", "--set", "embedding.widths=[]"], ["widths"]),
         (["train", "quickstart", "--out", "/proc/nowhere"], ["cannot write"]),
         (["quickstart", "--set", "model.gates=none"], ["model.gates"]),
-        (["eval", "x", "--set", "model.name=vgg16"], ["only data"]),
+        (["eval", "x", "--set", "model.name=vgg16"], ["--set changes data"]),
     ],
     ids=lambda value: " ".join(value) if value[0] in main.commands else "",
 )
@@ -286,6 +286,17 @@ def test_a_lack_of_memory_gets_one_sentence(monkeypatch) -> None:
 
     monkeypatch.setattr("deepmoe.registry.create_model", fail)
     assert_refused(deepmoe("train", "quickstart", *QUICK), "not enough memory")
+
+
+def test_images_that_a_model_was_trained_on_are_not_held_out(checkpoint) -> None:
+    refused = deepmoe("eval", checkpoint, "--set", "data.holdout=100")
+    assert_refused(refused, "trained with data.holdout=0", "data.holdout=100")
+
+
+def test_a_run_that_can_not_begin_leaves_nothing(tmp_path) -> None:
+    command = ["train", "quickstart", "--out", tmp_path / "run", *QUICK]
+    assert_refused(deepmoe(*command, "--set", "train.target_macs=0.001"), "can't be met")
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_unknown_verb_gets_one_sentence_and_code_2() -> None:

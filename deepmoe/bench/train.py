@@ -95,7 +95,7 @@ class _Contender:
         store = CheckpointStore(folder, keep=0)
         teachers = load_teachers(model, data.info, config)
         self.trainer = Trainer(
-            config, fabric, model, optimizer, data, store, None, TrainState(), teachers
+            config, fabric, model, optimizer, data, store, TrainState(), teachers
         )
         self.stage = stage
         self.step = self.trainer.prepare(stage)

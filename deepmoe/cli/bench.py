@@ -9,6 +9,8 @@ from typing import Any
 import click
 
 from deepmoe.cli.common import (
+    as_typed,
+    data_option,
     json_option,
     parse_numbers,
     parse_size,
@@ -62,16 +64,23 @@ def bench_train_verb(
 
 @bench.command("sparse")
 @click.argument("model")
-@set_option
+@data_option
 @click.option("--wide", type=float, default=1.0, help="Factor on the gated widths.")
 @click.option("--block", help="Residual block: basic, bottleneck-a or bottleneck-b.")
-@click.option("--density", default="0.5", show_default=True, help="Of random gates; a list too.")
-@click.option("--batch", default="1", show_default=True, help="Images at once; a list too.")
+@click.option(
+    "--density", default="0.5", show_default=True, help="Share of channels that run; or several."
+)
+@click.option("--batch", default="1", show_default=True, help="Images at once; or several.")
 @click.option("--codes", type=int, help="Also measure a codebook of so many routes.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if available]")
 @click.option("--input", "size", metavar="PX", help="Pixels a side, or HEIGHTxWIDTH.")
 @click.option("--rounds", type=int, default=ROUNDS, show_default=True, help="Timed runs of each.")
-@click.option("--compile/--no-compile", "compile_dense", default=True, help="For dense networks.")
+@click.option(
+    "--compile/--no-compile",
+    "compile_dense",
+    default=True,
+    help="Also try torch.compile on dense networks.",
+)
 @click.option(
     "--save-plan", type=click.Path(path_type=Path), help="Write down which ways were fastest."
 )
@@ -96,8 +105,8 @@ def bench_sparse_verb(
     """Time MODEL, a name or a checkpoint: dense, sliced beforehand, dynamic and by codes.
 
     A name gives an untrained network with random gates; a checkpoint its own gates, on images of
-    its own data or of what --set data... names. Lists of densities and batches, with commas, give
-    a table of all combinations. A saved plan is for sparsify(model, plan=FILE).
+    its own data or of what --set data... names. Several densities and batches, with commas, are
+    measured in every combination. A saved plan is for sparsify(model, plan=FILE).
     """
     import torch
 
@@ -109,6 +118,13 @@ def bench_sparse_verb(
 
     device = choose_device(device).type
     trained = Path(model).is_file()
+    given = click.get_current_context().get_parameter_source
+    unfit = ("wide", "block", "density", "size") if trained else ("overrides",)
+    for name in unfit:
+        if given(name) is click.core.ParameterSource.COMMANDLINE:
+            option = {"size": "input", "overrides": "set"}.get(name, name)
+            kind = "a checkpoint, which has its own" if trained else "the name of a model"
+            raise UserError(f"--{option} does not go with {kind}")
     densities = [None] if trained else parse_numbers("--density", density, float)
     batches = parse_numbers("--batch", batch, int)
     if rounds < 1 or min(batches) < 1:
@@ -154,7 +170,7 @@ def bench_sparse_verb(
             input=size,
             rounds=rounds if rounds != ROUNDS else None,
         )
-        command += "" if compile_dense else " --no-compile"
+        command += as_typed(overrides) + ("" if compile_dense else " --no-compile")
         write_result(save, values, command=command, seed=0, device=device)
     if as_json:
         say(json.dumps(values, indent=2))
@@ -177,8 +193,9 @@ def _print_sparse(values: dict[str, Any]) -> None:
         for name in names
     ]
     print_table(("network", "ms", "times as fast as dense wide"), rows)
+    routes = f"{values['routes']} route{'s' if values['routes'] != 1 else ''}"
     say(
-        f"density {values['density']:.2f}, batch {values['batch']}, {values['routes']} routes, "
+        f"density {values['density']:.2f}, batch {values['batch']}, {routes}, "
         f"largest error {values['max_error']:.1e}"
         + (f", {values['rerouted']} images on another route" if values["rerouted"] else "")
     )

@@ -11,11 +11,11 @@ import click
 
 from deepmoe.cli.common import (
     as_typed,
+    data_option,
     json_option,
     parse_numbers,
     print_evaluation,
     save_option,
-    set_option,
 )
 from deepmoe.console import complain, print_table, say
 from deepmoe.errors import UserError
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from deepmoe.checkpoint import Checkpoint
     from deepmoe.data import DataSource
 
+MOST_SHARE = 2.0  # embedding and gates may cost as much as a small network
+
 sparse_option = click.option(
     "--sparse", is_flag=True, help="Run only the channels that the gates ask for."
 )
@@ -33,7 +35,7 @@ sparse_option = click.option(
 
 @click.command("eval")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@set_option
+@data_option
 @sparse_option
 @json_option
 def evaluate_checkpoint(
@@ -58,12 +60,12 @@ def evaluate_checkpoint(
     if as_json:
         say(json.dumps(result.as_dict() | {"evaluated_on": data.evaluation_name}, indent=2))
     else:
-        print_evaluation(result)
+        print_evaluation(result, data.evaluation_name)
 
 
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@set_option
+@data_option
 @click.option(
     "--thresholds",
     default="0,0.25,0.5,0.75,1,1.25,1.5",
@@ -86,6 +88,7 @@ def curve(
     save: Path | None,
 ) -> None:
     """Accuracy against cost of one CHECKPOINT: closes its small gates, more and more of them."""
+    from deepmoe.costs import format_macs
     from deepmoe.evaluation import cost_curve
     from deepmoe.files import write_atomically
     from deepmoe.results import write_result
@@ -120,8 +123,8 @@ def curve(
         return
     rows = []
     for p in points:
-        cost = f"{p.result.macs:.4g}", f"{p.result.macs_share:.3f}"
-        rows.append((f"{p.threshold:g}", *cost, f"{100 * p.result.accuracy:.2f} %"))
+        cost = format_macs(p.result.macs), f"{p.result.macs_share:.1%}"
+        rows.append((f"{p.threshold:g}", *cost, f"{p.result.accuracy:.2%}"))
     print_table(("threshold", "MACs", "of dense", "accuracy"), rows)
 
 
@@ -133,7 +136,7 @@ def curve(
 @click.option(
     "--out", required=True, type=click.Path(path_type=Path), help="The new checkpoint, a file."
 )
-@set_option
+@data_option
 @json_option
 def cut(
     checkpoint: Path, share: float, out: Path, overrides: tuple[str, ...], as_json: bool
@@ -142,8 +145,10 @@ def cut(
     from deepmoe.checkpoint import save_checkpoint
     from deepmoe.evaluation import cut_to, evaluate
 
-    if out.is_dir() or out.resolve() == checkpoint.resolve():
-        raise UserError(f"--out takes a file besides the checkpoint, not {out}")
+    if out.exists():
+        raise UserError(f"{out} is there already: choose another --out")
+    if not 0 < share <= MOST_SHARE:
+        raise UserError(f"--macs is a share of the dense MACs, such as 0.4, not {share:g}")
     opened = _open(checkpoint, overrides)
     loaded, data = opened.checkpoint, opened.data
     if data.info.task != "classification":
@@ -155,7 +160,7 @@ def cut(
     if as_json:
         say(json.dumps(result.as_dict() | {"evaluated_on": data.evaluation_name}, indent=2))
         return
-    print_evaluation(result)
+    print_evaluation(result, data.evaluation_name)
     say(f"checkpoint: {out}")
 
 
@@ -167,7 +172,7 @@ def cut(
 def predict(checkpoint: Path, images: tuple[Path, ...], sparse: bool, as_json: bool) -> None:
     """Classify IMAGES with CHECKPOINT, and tell what each one cost.
 
-    An image that can't be read is told; the others are answered all the same.
+    Images that can't be read are reported; the others are still classified.
     """
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.costs import format_macs
@@ -221,10 +226,16 @@ def _open(checkpoint: Path, overrides: tuple[str, ...]) -> _Opened:
     for item in overrides:
         if not item.startswith(("data.", "train.device", "train.precision")):
             raise UserError(
-                f"only data..., train.device and train.precision can be --set here, not {item}"
+                f"--set changes data..., train.device and train.precision here, not {item}"
             )
     loaded = load_checkpoint(checkpoint)
     config = apply_overrides(loaded.config, overrides)
+    trained_on, asked = loaded.config.data, config.data
+    if asked.holdout not in (0, trained_on.holdout) and asked.name == trained_on.name:
+        raise UserError(
+            f"the model was trained with data.holdout={trained_on.holdout}, so that it knows some "
+            f"of the images that data.holdout={asked.holdout} holds out"
+        )
     device = choose_device(config.train.device)
     batch_size = config.train.batch_size
     data = open_data(config.data, batch_size=batch_size, device=device, info=loaded.info)

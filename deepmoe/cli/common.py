@@ -20,9 +20,18 @@ set_option = click.option(
     multiple=True,
     help="Override a configuration key, such as train.lr=0.05. Can be given many times.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+data_option = click.option(
+    "--set",
+    "overrides",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Change what it runs on, such as data.root=PATH: data.*, train.device, train.precision.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 save_option = click.option(
-    "--save", type=click.Path(path_type=Path), help="Also write the figures, with their origin."
+    "--save",
+    type=click.Path(path_type=Path),
+    help="Also write the results as JSON, with command, hardware and versions.",
 )
 
 
@@ -62,12 +71,12 @@ def parse_size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
-def print_evaluation(result: "Evaluation | SegmentationEvaluation") -> None:
-    """Prints how good a model is, and what it costs."""
+def print_evaluation(result: "Evaluation | SegmentationEvaluation", evaluated_on: str) -> None:
+    """Prints how good a model is, on which images, and what it costs."""
     from deepmoe.costs import format_macs
 
     rows = [
-        ("images", f"{result.images:,}"),
+        ("images", f"{result.images:,} ({evaluated_on})"),
         (result.measure, f"{result.accuracy:.2%}"),
         ("mean MACs", f"{format_macs(result.macs)} ({result.macs_share:.1%} of dense)"),
         ("active channels", f"{result.active:.1%}"),

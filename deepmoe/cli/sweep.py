@@ -42,7 +42,7 @@ def sweep(
     NAME is that of the file, or of its folder if the file is called grid.toml.
 
     Runs that have a result already are left alone, and those that were interrupted go on from
-    their last checkpoint: call it again to finish a sweep. What is --set holds for all runs.
+    their last checkpoint: call it again to finish a sweep. --set applies to all runs.
     """
     from deepmoe.sweep import RESULTS_NAME, grid_name, read_grid, read_results, summary
     from deepmoe.sweep import sweep as run_sweep
@@ -64,7 +64,14 @@ def sweep(
 
 
 def _cell(row: dict[str, object], key: str) -> str:
+    from deepmoe.costs import format_macs
+
     value, deviation = row.get(key), row.get(f"{key}_deviation")
     if not isinstance(value, float):
         return "" if value is None else str(value)
-    return f"{value:.4g}" if deviation is None else f"{value:.4g} ± {deviation:.2g}"
+    if key in ("accuracy", "embedding_accuracy", "macs_share"):
+        spread = "" if not isinstance(deviation, float) else f" ± {100 * deviation:.2f}"
+        return f"{value:.2%}{spread}"
+    if key == "macs":
+        return format_macs(value)
+    return f"{value:.0f}"

@@ -1,26 +1,29 @@
 """The verbs that train."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from deepmoe.cli.common import print_evaluation, set_option
+from deepmoe.cli.common import as_typed, print_evaluation, set_option
 from deepmoe.console import complain, print_table, say
 from deepmoe.errors import UserError
 
 if TYPE_CHECKING:
     from deepmoe.config import RunConfig
 
-out_option = click.option(
-    "--out", type=click.Path(path_type=Path), help="Folder of the run. [default: runs/PRESET]"
-)
+
+def out_option(name: str) -> Callable[[Any], Any]:
+    """Where a verb leaves its run."""
+    help_text = f"Folder of the run. [default: runs/{name}]"
+    return click.option("--out", type=click.Path(path_type=Path), help=help_text)
 
 
 @click.command()
 @click.argument("preset")
 @set_option
-@out_option
+@out_option("PRESET")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint, if there is one.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is in the folder already.")
 @click.option("--devices", type=int, default=1, help="Devices on each node.", show_default=True)
@@ -49,13 +52,13 @@ def train(
         devices=devices,
         nodes=nodes,
     )
-    print_evaluation(result.evaluation)
+    print_evaluation(result.evaluation, result.data.evaluation_name)
     say(f"checkpoint: {result.checkpoint}")
 
 
 @click.command()
 @set_option
-@out_option
+@out_option("quickstart")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoints.")
 @click.option("--overwrite", is_flag=True, help="Replace runs that are in the folder already.")
 def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overwrite: bool) -> None:
@@ -67,7 +70,10 @@ def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overw
     _check_choice(resume, overwrite)
     folder = out or _default_out("quickstart")
     config = load_config("quickstart", overrides)
-    contenders = train_with_twin(config, folder, resume=resume, overwrite=overwrite)
+    command = f"deepmoe quickstart{as_typed(overrides)}"
+    contenders = train_with_twin(
+        config, folder, resume=resume, overwrite=overwrite, command=command
+    )
     print_table(TABLE_HEADER, [contender.row for contender in contenders])
     say(f"report: {folder / REPORT_NAME}")
 

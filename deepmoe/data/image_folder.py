@@ -155,12 +155,13 @@ def open_image_folder(
     classes = tree.folders(TRAIN)
     train = list_images(tree, TRAIN, classes)
     _check_classes(tree, classes)
+    evaluation_name = "holdout" if config.holdout else _evaluation_folder(tree)
     if config.holdout:
         # So that recipes can be chosen without looking at the test set.
         kept, held = _spread(train[1], config.holdout)
         train, evaluation = _select(train, np.sort(kept)), _select(train, np.sort(held))
     else:
-        evaluation = list_images(tree, _evaluation_folder(tree), classes)
+        evaluation = list_images(tree, evaluation_name, classes)
     tell_missing(classes, train[1], "training")
     tell_missing(classes, evaluation[1], "evaluation")
     mean, std = (info.mean, info.std) if info else (IMAGENET_MEAN, IMAGENET_STD)
@@ -184,7 +185,7 @@ def open_image_folder(
         train=loader(*train),
         evaluation=loader(*evaluation),
         calibration=loader(*_select(train, some)),
-        evaluation_name="holdout" if config.holdout else "test",
+        evaluation_name=evaluation_name,
     )
 
 

@@ -34,6 +34,8 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
     Raises:
         UserError: for a model without gates that could be closed, or a share out of reach.
     """
+    if not model.gated:
+        raise UserError("a dense network has no gates, so that its cost can't be changed")
     if not isinstance(model.heads, GateHeads) and model.codebook is None:
         raise UserError("cut closes gates of relu heads or a codebook, and this model has neither")
     widths, dense = model.backbone.gate_widths, count_costs(model, size).macs

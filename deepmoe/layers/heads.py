@@ -75,7 +75,7 @@ class NoisyTopKHeads(nn.Module):
             raise UserError(f"noisy top-k heads can't start from {init}, where channels tie")
         if not 0 < share <= 1:
             raise UserError(
-                f"the share of kept channels lies above 0 and at most at 1, not {share}"
+                f"the share of kept channels must be above 0 and at most 1, not {share}"
             )
         self.widths = list(widths)
         self.kept = [max(1, round(share * width)) if width else 0 for width in widths]

@@ -85,6 +85,7 @@ def fit(
     teachers = load_teachers(model, data.info, config)
     if train.sync_bn:
         synchronise_bn(model, fabric)
+    trainer = Trainer(config, fabric, model, optimizer, data, store, state, teachers)
     log = None
     fabric.barrier()  # every process has looked before one changes anything
     with _alone_in(out):
@@ -105,8 +106,7 @@ def fit(
             )
             for note in notes:
                 log.tell(note)
-        trainer = Trainer(config, fabric, model, optimizer, data, store, log, state, teachers)
-        result = trainer.run()
+        result = trainer.run(log)
     return FitResult(model, result, data, store.last, out / METRICS_NAME)
 
 
@@ -133,7 +133,7 @@ def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
     if resume and used and not store.last.exists():
         raise UserError(f"{out} has checkpoints, but no {store.last.name} to resume from")
     if not resume and not overwrite and (used or read_metrics(out / METRICS_NAME)):
-        raise UserError(f"{out} holds a run already: resume it, overwrite it or choose another")
+        raise UserError(f"{out} holds a run already: pass --resume, --overwrite or another --out")
 
 
 def _restore(
@@ -143,7 +143,7 @@ def _restore(
     begun, _ = read_progress(path)  # tells of settings that are gone
     changed = changed_keys(begun, config)
     if changed:
-        raise UserError(f"{path} is from a run with other settings of {', '.join(changed)}")
+        raise UserError(f"{path} was trained with other settings of {', '.join(changed)}")
     checkpoint = load_checkpoint(path)
     if checkpoint.model.codebook is not None:
         model.codebook = checkpoint.model.codebook.to(next(model.parameters()).device)

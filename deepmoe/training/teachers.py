@@ -55,7 +55,7 @@ def load_trained(key: str, path: str, info: DataInfo, config: RunConfig) -> Chec
         UserError: where it is missing, damaged, or has learnt from images that are held out here.
     """
     if not Path(path).is_file():
-        raise UserError(f"no checkpoint at {path} for {key}: that network is trained first")
+        raise UserError(f"{key}: no checkpoint at {path}; train that network first")
     trained = load_checkpoint(path)
     same_data = trained.config.data.name == config.data.name
     same_data = same_data and trained.info.class_names == info.class_names

@@ -59,7 +59,6 @@ class Trainer:
         optimizer: of the model's parameters.
         data: loaders to train and to evaluate with.
         store: of checkpoints.
-        log: of metrics; `None` in all processes but one.
         state: how far the run is.
         teachers: whose outputs are learnt from, if there are any.
     """
@@ -72,7 +71,6 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         data: DataSource,
         store: CheckpointStore,
-        log: RunLog | None,
         state: TrainState,
         teachers: Teachers | None = None,
     ) -> None:
@@ -82,7 +80,7 @@ class Trainer:
         self.optimizer = optimizer
         self.data = data
         self.store = store
-        self.log = log
+        self.log: RunLog | None = None
         self.state = state
         self.teachers = teachers
         self.interrupts = Interrupts()
@@ -96,8 +94,13 @@ class Trainer:
         self.result: Result | None = None
         self.looked_at = torch.zeros(0)  # the sums at the last look
 
-    def run(self) -> Result:
-        """Trains to the end; returns the last evaluation."""
+    def run(self, log: RunLog | None) -> Result:
+        """Trains to the end; returns the last evaluation.
+
+        Args:
+            log: of metrics; `None` in all processes but one.
+        """
+        self.log = log
         per_epoch = self.data.train.batches_per_epoch
         total = self.config.train.total_epochs * per_epoch
         done = self.state.epoch * per_epoch + self.state.batch

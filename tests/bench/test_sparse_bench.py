@@ -102,7 +102,10 @@ def test_trained_gates_are_measured_on_data(tmp_path: Path) -> None:
     assert 0 <= values["max_error"] <= 1e-4 and values["rerouted"] == 0
 
 
-@pytest.mark.parametrize("arguments", [("--density", "2"), ("--batch", "x"), ("--batch", "0")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--density", "2"), ("--batch", "x"), ("--batch", "0"), ("--set", "data.root=elsewhere")],
+)
 def test_mistakes_get_one_sentence(arguments: tuple[str, str]) -> None:
     result = CliRunner().invoke(main, ["bench", "sparse", "vgg11", *arguments])
     assert result.exit_code == 2

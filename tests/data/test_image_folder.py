@@ -80,7 +80,7 @@ def test_classes_files_and_labels_follow_the_folders(root: Path) -> None:
     train, evaluation = readers(source)
     assert source.info.class_names == ("class0", "class1", "class2")
     assert source.info.size == (SIZE, SIZE)
-    assert source.evaluation_name == "test"
+    assert source.evaluation_name == "val"
     assert (len(train), len(evaluation)) == (25, 6)
     for reader in (train, evaluation):
         for index in range(len(reader)):

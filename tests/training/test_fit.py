@@ -494,5 +494,5 @@ def test_some_stage_must_train_and_the_frozen_one_needs_what_is_trained() -> Non
 
 def test_a_teacher_and_its_share_need_each_other() -> None:
     for alone in ("loss.distillation=0.5", "train.teacher=x.safetensors"):
-        with pytest.raises(UserError, match="need each other"):
+        with pytest.raises(UserError, match="or neither"):
             tiny_config(alone)
