@@ -5,27 +5,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepmoe.budget import MacsBudget
+    from deepmoe.checking import check
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.config import RunConfig, load_config
     from deepmoe.costs import count_macs
     from deepmoe.evaluation import evaluate
     from deepmoe.losses import DeepMoELoss
-    from deepmoe.model import DeepMoE, DeepMoEOutput
+    from deepmoe.model import DeepMoE, DeepMoEOutput, gate
     from deepmoe.registry import create_model, list_models, register_model
     from deepmoe.sparse import sparsify
     from deepmoe.training import fit
+    from deepmoe.widening import widen
 
 __version__ = "0.1.0"
 
 # Names are imported on first use: `import deepmoe` stays light, whatever the training needs.
 _HOMES = {
     "MacsBudget": "deepmoe.budget",
+    "check": "deepmoe.checking",
     "RunConfig": "deepmoe.config",
     "load_config": "deepmoe.config",
     "count_macs": "deepmoe.costs",
     "DeepMoELoss": "deepmoe.losses",
     "DeepMoE": "deepmoe.model",
     "DeepMoEOutput": "deepmoe.model",
+    "gate": "deepmoe.model",
     "create_model": "deepmoe.registry",
     "list_models": "deepmoe.registry",
     "register_model": "deepmoe.registry",
@@ -33,6 +37,7 @@ _HOMES = {
     "evaluate": "deepmoe.evaluation",
     "fit": "deepmoe.training",
     "load_checkpoint": "deepmoe.checkpoint",
+    "widen": "deepmoe.widening",
 }
 
 __all__ = [
@@ -41,15 +46,18 @@ __all__ = [
     "DeepMoEOutput",
     "MacsBudget",
     "RunConfig",
+    "check",
     "count_macs",
     "create_model",
     "evaluate",
     "fit",
+    "gate",
     "list_models",
     "load_checkpoint",
     "load_config",
     "register_model",
     "sparsify",
+    "widen",
 ]
 
 

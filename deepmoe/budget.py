@@ -17,6 +17,7 @@ from torch import Tensor
 from deepmoe.costs import Size, cost_matrix, count_costs, least, macs_of_counts
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for
+from deepmoe.graph import channel_strengths, scale_inputs
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE
 from deepmoe.processes import process_count, sum_over_processes
@@ -26,11 +27,16 @@ SLOWEST = 0.01  # part of the way that is gone in a step of a long run
 CANDIDATES = 16  # thresholds that are tried at once
 TRIED_IMAGES = 16  # of a batch: enough to tell what a threshold would do
 CALIBRATION_IMAGES = 4096
+SPREAD = 0.5  # by which gates that start alike are parted
 FURTHEST = 4.0  # that calibration moves thresholds, in units of each layer's scale
 
 
 class MacsBudget:
     """Steers the gate heads of a model to a target cost.
+
+    Gates that start all alike, as `gate` makes them, could only close all at once. They are handed
+    out first: the largest to the channels that the network's weights make most of. Weights are
+    scaled in turn, so that the network still computes the same.
 
     Args:
         model: a gated model with ReLU heads.
@@ -58,6 +64,8 @@ class MacsBudget:
             raise UserError("a compute budget needs a gated model with relu heads")
         if model.thresholds is not None:
             raise UserError("a compute budget can't steer a model with thresholds of its own")
+        if _all_alike(model.heads):
+            _hand_out(model, model.heads)
         costs, device = count_costs(model, size), model.heads.weight.device
         self.heads = model.heads
         self.dense = float(costs.macs)
@@ -66,17 +74,18 @@ class MacsBudget:
         self.ramp = ramp
         self.floor = floor
         self.rate = min(max(STEPS_TO_TARGET / max(1, steps), SLOWEST), 1.0)
-        self.widths = torch.tensor(model.backbone.gate_widths, dtype=torch.float64, device=device)
+        self.widths = torch.tensor(model.gating.widths, dtype=torch.float64, device=device)
         self.layer_of = torch.arange(len(self.widths), device=device).repeat_interleave(
             self.widths.long()
         )
-        self.quadratic = cost_matrix(model.backbone, size).to(device)
+        self.quadratic = cost_matrix(model.gating, size).to(device)
         fewest = self._share((self.widths * floor)[None]).item()
         most = 1 + self.routing / self.dense
         if not fewest <= self.target <= most:
             raise UserError(
                 f"a target of {target:g} can't be met: with embedding and gates, this "
-                f"model costs from {fewest:.3f} to {most:.3f} of the dense one"
+                f"model costs from {fewest:.3f} to {most:.3f} of the dense one, of which they "
+                f"take {self.routing / self.dense:.3f} (smaller embedding.widths take less)"
             )
 
     def goal(self, progress: float) -> float:
@@ -232,3 +241,22 @@ def _where_it_costs(goal: float, shifts_T: Tensor, shares_T: Tensor) -> Tensor:
     found = torch.lerp(shifts_T[at - 1], shifts_T[at], part)
     # How far to go down can't be seen from gates that are closed: in proportion to the lack.
     return torch.where(shares_T[0] > goal, found, shares_T[0] - goal)
+
+
+def _all_alike(heads: GateHeads) -> bool:
+    """Whether all gates of each layer are the same, and open, for every image."""
+    return all(
+        bool((w == w[0, 0]).all()) and bool(w[0, 0] > 0)
+        for w in heads.weight.detach().split(heads.widths)
+    )
+
+
+@torch.no_grad()
+def _hand_out(model: DeepMoE, heads: GateHeads) -> None:
+    """Parts gates that are all alike, by the strengths of their channels."""
+    before = heads.weight[:, 0].clone()
+    for weight in heads.weight.split(heads.widths):
+        parted = torch.linspace(1 + SPREAD, 1 - SPREAD, len(weight), device=weight.device)
+        weight.mul_(parted[:, None].to(weight))
+    heads.order_by_strength(channel_strengths(model.network, model.gating))
+    scale_inputs(model.network, model.gating, before / heads.weight[:, 0])

@@ -1,5 +1,6 @@
 """Checkpoints: one safetensors file with weights, optimiser state, configuration and progress."""
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
-from deepmoe.config import RunConfig, config_from_dict, config_to_dict
+from deepmoe.checkpoint_versions import check_gates, renamed
+from deepmoe.config import GIVEN, RunConfig, config_from_dict, config_to_dict
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
@@ -24,9 +26,10 @@ from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
 from deepmoe.schema import from_plain
+from deepmoe.sources import is_source, make_network
 
 FORMAT = "deepmoe"
-FORMAT_VERSION = 2  # since 2 with a checksum; version 1 is still read
+FORMAT_VERSION = 3  # since 2 with a checksum, since 3 with other names; all are read
 LAST_NAME = "last.safetensors"
 BEST_NAME = "best.safetensors"
 MODEL, OPTIMIZER = "model.", "optimizer."  # what tensors are named after
@@ -148,28 +151,50 @@ def _link(source: Path, target: Path) -> None:
         raise UserError(f"cannot write {target}: {error.strerror}") from error
 
 
-def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Checkpoint:
+def load_checkpoint(
+    path: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    network: str | nn.Module | None = None,
+) -> Checkpoint:
     """Reads a checkpoint and rebuilds its model, in evaluation mode.
 
-    Nothing is allocated before the file is known to hold what its header says.
+    Nothing is allocated before the file is known to hold what its header says, and nothing is
+    imported because a file says so.
+
+    Args:
+        path: of the file.
+        device: to put the model on.
+        network: where the base network is not the zoo's own, the name it was made by, or such a
+            network itself.
 
     Raises:
-        UserError: where the file is missing, damaged, not ours, from a later format, or has weights
-            that are not finite.
+        UserError: where the base network is not the zoo's own and not named, or the file is
+            missing, damaged, not ours, from a later format, or has weights that are not finite.
     """
     file = _File(Path(path))
     config, info, state = file.parse(used=True)
-    with torch.device("meta"):
-        model = model_from_config(config, info.classes)
+    try:
+        check_gates(file.version, config.model)
+    except UserError as error:
+        raise UserError(f"checkpoint {path} can't be used: {error}") from error
+    made = _own_network(config.model.name, network, path)
+    try:
+        with torch.device("meta"):
+            model = model_from_config(
+                config, info.classes, size=info.size, network=made, weights=False
+            )
+    except UserError as error:
+        raise UserError(f"checkpoint {path} does not fit its network: {error}") from error
     if config.train.precision == "64-true":
         model.double()
-    if not _fits(file, model):
+    if not _fits(file, renamed(file.shapes, file.version, config.model), model):
         raise UserError(f"checkpoint {path} does not fit its own model {config.model.name}")
-    tensors = file.read()
+    tensors = renamed(file.read(), file.version, config.model)
     weights = _ungrouped(_with_prefix(tensors, MODEL), file.heads_group, model)
     if "codebook.codes" in weights:
         codes, weight = weights["codebook.codes"], weights["codebook.weight"]
-        model.codebook = RouteCodebook(codes, weight, model.backbone.gate_widths)
+        model.codebook = RouteCodebook(codes, weight, model.gating.widths)
     if "thresholds" in weights:
         model.thresholds = torch.empty_like(weights["thresholds"], device="meta")
     model.load_state_dict(weights, assign=True)
@@ -182,6 +207,32 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
         key, _, name = full_name.partition(".")
         optimizer_state.setdefault(name, {})[key] = tensor
     return Checkpoint(model.to(device).eval(), config, info, state, optimizer_state)
+
+
+def _own_network(name: str, given: str | nn.Module | None, path: str | Path) -> nn.Module | None:
+    """The module to fill, if one is given; what a file names is made only if the user names it."""
+    if isinstance(given, nn.Module):
+        return copy.deepcopy(given)
+    if is_source(name) and given != name:
+        raise UserError(
+            f"the network of {path} is made by {name}, which is run only if you name it: "
+            f"--network {name}, or load_checkpoint(..., network={name!r})"
+        )
+    if name == GIVEN and isinstance(given, str) and is_source(given):
+        return make_network(given, None, pretrained=False)
+    if name == GIVEN:
+        raise UserError(
+            f"the network of {path} was given as a module: give one like it, by "
+            "load_checkpoint(..., network=module), or name what makes it"
+        )
+    if given not in (None, name):
+        raise UserError(f"the network of {path} is {name}, not {given}")
+    return None
+
+
+def read_network(path: str | Path) -> str:
+    """The name of what a checkpoint's base network is made by."""
+    return _File(Path(path)).parse(used=True)[0].model.name
 
 
 def read_progress(path: str | Path) -> tuple[RunConfig, TrainState]:
@@ -214,11 +265,12 @@ class _File:
         if self.header.get("format") != FORMAT:
             raise UserError(f"{path} is a safetensors file, but not a deepmoe checkpoint")
         version = self.header.get("format_version", "")
-        if version not in ("1", str(FORMAT_VERSION)):
+        if version not in map(str, range(1, FORMAT_VERSION + 1)):
             raise UserError(
                 f"checkpoint {path} has format version {version or 'none'}; "
                 f"this deepmoe reads up to version {FORMAT_VERSION}"
             )
+        self.version = int(version)
 
     def parse(self, *, used: bool) -> tuple[RunConfig, DataInfo, TrainState]:
         """The header as what it stands for; `used` as in `config_from_dict`."""
@@ -243,8 +295,7 @@ class _File:
         except (SafetensorError, OSError) as error:
             raise UserError(f"checkpoint {self.path} is damaged") from error
         header = {key: value for key, value in self.header.items() if key != "checksum"}
-        is_sealed = header["format_version"] != "1"
-        if is_sealed and self.header.get("checksum") != _checksum(header, tensors):
+        if self.version > 1 and self.header.get("checksum") != _checksum(header, tensors):
             raise UserError(f"checkpoint {self.path} is damaged: its checksum does not fit")
         return tensors
 
@@ -257,9 +308,9 @@ def _checksum(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _fits(file: _File, model: DeepMoE) -> bool:
-    """Whether the file holds the model's tensors, and an optimiser's for its parameters."""
-    widths = model.backbone.gate_widths
+def _fits(file: _File, shapes: Mapping[str, Any], model: DeepMoE) -> bool:
+    """Whether these are shapes of the model's tensors, and of an optimiser's for parameters."""
+    widths = model.gating.widths
     dtype = next(model.parameters()).dtype
     expected = {
         name: (tensor.shape, tensor.dtype)
@@ -269,7 +320,7 @@ def _fits(file: _File, model: DeepMoE) -> bool:
         rows = sum(-(-width // file.heads_group) for width in widths)
         expected["heads.weight"] = (torch.Size((rows, model.heads.weight.shape[1])), dtype)
     parameters = {name: expected[name] for name, _ in model.named_parameters()}
-    found = _with_prefix(file.shapes, MODEL)
+    found = _with_prefix(shapes, MODEL)
     if model.gated and "thresholds" in found:
         expected["thresholds"] = (torch.Size((sum(widths),)), dtype)
     if model.gated and "codebook.codes" in found:
@@ -277,7 +328,7 @@ def _fits(file: _File, model: DeepMoE) -> bool:
         if len(codes) == 2 and codes[0]:
             expected["codebook.codes"] = (torch.Size((codes[0], sum(widths))), dtype)
             expected["codebook.weight"] = (torch.Size((sum(widths),)), dtype)
-    moments = _with_prefix(file.shapes, OPTIMIZER)
+    moments = _with_prefix(shapes, OPTIMIZER)
     return found == expected and all(
         shape == parameters.get(name.partition(".")[2]) for name, shape in moments.items()
     )
@@ -287,7 +338,7 @@ def _ungrouped(weights: dict[str, Tensor], group: int, model: DeepMoE) -> dict[s
     """Version 1 had gates for several neighbouring channels: each gets one of its own, the same."""
     if group == 1 or model.heads is None:
         return weights
-    widths = model.backbone.gate_widths
+    widths = model.gating.widths
     rows = weights["heads.weight"].split([-(-width // group) for width in widths])
     each = [r.repeat_interleave(min(group, w), 0)[:w] for r, w in zip(rows, widths, strict=True)]
     return {**weights, "heads.weight": torch.cat(each)}

@@ -13,19 +13,25 @@ import tomli_w
 
 from deepmoe.config_versions import SCHEMA, upgraded
 from deepmoe.errors import UserError
-from deepmoe.schema import Paths, Schedule, Widths, from_plain, suggest, to_plain
+from deepmoe.schema import Gates, Paths, Schedule, Widths, from_plain, suggest, to_plain
+
+GIVEN: Literal["given"] = (
+    "given"  # the name of a network, or of data, that was handed over in Python
+)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The base network. `None` leaves an option at the model's own default."""
 
+    # of the zoo, or timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID, package.module:factory
     name: str = "resnet20"
     classes: int | None = None  # None: as many as the data has
+    pretrained: bool = False  # timm, torchvision, hf: start from trained weights
     wide: float = 1.0
     widths: Widths | None = None
     block: Literal["basic", "bottleneck-a", "bottleneck-b"] | None = None
-    gates: Literal["inner", "all", "none"] = "inner"  # none: the dense twin
+    gates: Gates = "inner"  # inner, all, names of layers; none: the dense twin
     gate_last: bool | None = None
 
 
@@ -54,7 +60,13 @@ class DataConfig:
     """The data set and its augmentation."""
 
     name: Literal[
-        "digits", "cifar10", "cifar100", "image-folder", "segmentation-pairs", "cityscapes"
+        "digits",
+        "cifar10",
+        "cifar100",
+        "image-folder",
+        "segmentation-pairs",
+        "cityscapes",
+        "given",  # datasets that were handed to `fit`
     ] = "digits"
     root: str = "data"  # folder, or for files of images a zip of it
     size: int | None = None  # pixels a side, where there is a choice: digits, image-folder

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from deepmoe.backbones import Backbone
 from deepmoe.errors import UserError
-from deepmoe.layers import Layer
+from deepmoe.graph import Gating
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, list_models, model_entry
 
@@ -32,80 +32,95 @@ class Costs:
     gate_macs: int
 
 
-def count_costs(model: DeepMoE | Backbone, size: Size) -> Costs:
+def count_costs(model: DeepMoE, size: Size) -> Costs:
     """Counts parameters and dense MACs of each part, for an input of this size."""
-    backbone = model.backbone if isinstance(model, DeepMoE) else model
-    layers = backbone.layers(*_pair(size))
-    convs = [layer for layer in layers if layer.is_conv]
-    heads = model.heads if isinstance(model, DeepMoE) else None
-    embedding = model.embedding if isinstance(model, DeepMoE) else None
+    graph, size = model.gating.graph, as_pair(size)
+    macs = graph.macs(size)
+    convs = [layer for layer in graph.layers if layer.is_conv]
+    heads = 0 if model.heads is None else model.heads.weight.numel()
+    # A codebook compares patterns and values of all channels with those of each code.
+    codes = 0 if model.codebook is None else 2 * model.codebook.codes.numel()
     return Costs(
-        params=_parameters(backbone),
-        conv_params=sum(c.kernel_area * c.in_channels * c.out_channels for c in convs),
-        macs=sum(map(_dense_macs, layers)),
-        conv_macs=sum(map(_dense_macs, convs)),
-        embedding_params=_parameters(embedding),
-        embedding_macs=sum(map(_dense_macs, embedding.layers(*_pair(size)))) if embedding else 0,
-        gate_params=_parameters(heads),
-        gate_macs=_gate_macs(model),
+        params=_parameters(model.network),
+        conv_params=sum(layer.weights_per_output * len(layer.outs) for layer in convs),
+        macs=sum(macs.values()),
+        conv_macs=sum(macs[layer.path] for layer in convs),
+        embedding_params=_parameters(model.embedding),
+        embedding_macs=0 if model.embedding is None else model.embedding.macs(*size),
+        gate_params=_parameters(model.heads),
+        gate_macs=heads + codes,
     )
 
 
-def _gate_macs(model: DeepMoE | Backbone) -> int:
-    if not isinstance(model, DeepMoE):
-        return 0
-    heads = model.heads.weight.numel() if model.heads is not None else 0
-    # A codebook compares patterns and values of all channels with those of each code.
-    return heads + (2 * model.codebook.codes.numel() if model.codebook is not None else 0)
-
-
 @overload
-def count_macs(model: DeepMoE | Backbone, size: Size) -> int: ...
+def count_macs(model: DeepMoE | Gating, size: Size) -> int: ...
 @overload
-def count_macs(model: DeepMoE | Backbone, size: Size, gates: Sequence[Tensor]) -> Tensor: ...
+def count_macs(model: DeepMoE | Gating, size: Size, gates: Sequence[Tensor]) -> Tensor: ...
 def count_macs(
-    model: DeepMoE | Backbone, size: Size, gates: Sequence[Tensor] | None = None
+    model: DeepMoE | Gating, size: Size, gates: Sequence[Tensor] | None = None
 ) -> int | Tensor:
     """MACs of one image through the model.
 
     Args:
-        model: a DeepMoE, whose embedding and gate heads are counted in, or a base network alone.
+        model: a DeepMoE, whose embedding and gate heads are counted in, or its `gating`, which
+            stands for the base network alone.
         size: pixels a side, or (height, width).
         gates: the gates of a batch, as `DeepMoEOutput.gates`. A channel runs if its gate is not 0.
 
     Returns:
         Without gates, the dense MACs; with gates, an int64 tensor with one number an image.
     """
-    backbone = model.backbone if isinstance(model, DeepMoE) else model
-    costs = count_costs(model, size)
-    routing = costs.embedding_macs + costs.gate_macs
+    gating, routing, size = model, 0, as_pair(size)
+    if isinstance(model, DeepMoE):
+        costs = count_costs(model, size)
+        gating, routing = model.gating, costs.embedding_macs + costs.gate_macs
+    if not isinstance(gating, Gating):
+        kind = type(model).__name__
+        raise UserError(
+            f"MACs are counted of a gated model, not of a {kind}: deepmoe.gate makes one"
+        )
     if gates is None:
-        return costs.macs + routing
-    backbone.check_gates(gates)
+        return sum(gating.graph.macs(size).values()) + routing
+    gating.check(gates)
     active = torch.stack([(g != 0).sum(dim=1) for g in gates], dim=1)
-    quadratic = cost_matrix(backbone, size).to(active.device)
+    quadratic = cost_matrix(gating, size).to(active.device)
     return macs_of_counts(active.double(), quadratic).long() + routing
 
 
-def cost_matrix(backbone: Backbone, size: Size) -> Tensor:
-    """The cost of an image as a quadratic form: MACs = a^T Q a with a = (active channels, 1).
+def cost_matrix(gating: Gating, size: Size) -> Tensor:
+    """The cost of an image as a quadratic form: MACs = a^T Q a with a = (active units, 1).
 
-    A layer between two gates costs the product of their active channels; the constant 1 stands
-    for the sides of layers that have no gate.
+    A layer costs its active inputs times its active outputs; both are sums over gates, and over
+    the constant 1 for channels that have none. What passes channels on, as a depthwise convolution
+    does, costs its active outputs.
 
     Returns:
         Q in float64, in which MACs are exact, of shape (gates + 1, gates + 1).
     """
-    constant = len(backbone.gate_widths)
+    return _cost_matrix(gating, as_pair(size))
+
+
+@lru_cache(maxsize=256)
+def _cost_matrix(gating: Gating, size: tuple[int, int]) -> Tensor:
+    positions = gating.graph.positions(size)
+    constant = len(gating.widths)
     q = torch.zeros(constant + 1, constant + 1, dtype=torch.float64)
-    for layer in backbone.layers(*_pair(size)):
-        factor = layer.kernel_area * layer.positions
-        factor *= layer.in_channels if layer.in_gate is None else 1
-        factor *= layer.out_channels if layer.out_gate is None else 1
-        row = constant if layer.in_gate is None else layer.in_gate
-        column = constant if layer.out_gate is None else layer.out_gate
-        q[row, column] += factor
-    return q
+    for layer in gating.graph.layers:
+        ins, outs = _channels_a_unit(gating, layer.ins), _channels_a_unit(gating, layer.outs)
+        factor = layer.weights_per_output * positions[layer.path]
+        if layer.passes_on:
+            q[constant] += factor * outs
+        else:
+            q += factor / len(layer.ins) * torch.outer(ins, outs)
+    return q.round()
+
+
+def _channels_a_unit(gating: Gating, units: Tensor) -> Tensor:
+    """How many channels of a layer each unit of a gate has; at last, how many have no gate."""
+    numbers = gating.gate_of_channel(units)
+    counts = torch.bincount(numbers + 1, minlength=len(gating.widths) + 1).double()
+    widths = torch.tensor([*gating.widths, 1], dtype=torch.float64)
+    return torch.cat([counts[1:], counts[:1]]) / widths
 
 
 def macs_of_counts(active_BL: Tensor, quadratic: Tensor) -> Tensor:
@@ -138,7 +153,7 @@ def zoo_costs() -> list[dict[str, Any]]:
                 "model": name,
                 "input": "x".join(map(str, entry.input_size)),
                 "classes": entry.classes,
-                "gates": len(model.backbone.gate_widths),
+                "gates": len(model.gating.widths),
                 **asdict(count_costs(model, entry.input_size)),
                 "options": entry.options,
             }
@@ -161,15 +176,12 @@ def format_macs(macs: float) -> str:
     return f"{macs / 1e9:,.2f} G" if macs >= 1e9 else f"{macs / 1e6:.2f} M"
 
 
-def _dense_macs(layer: Layer) -> int:
-    return layer.kernel_area * layer.positions * layer.in_channels * layer.out_channels
-
-
 def _parameters(module: nn.Module | None) -> int:
     return sum(p.numel() for p in module.parameters()) if module is not None else 0
 
 
-def _pair(size: Size) -> tuple[int, int]:
+def as_pair(size: Size) -> tuple[int, int]:
+    """Height and width of an input."""
     height, width = (size, size) if isinstance(size, int) else size
     if height < 1 or width < 1:
         raise UserError(f"an input has at least one pixel a side, not {height}x{width}")

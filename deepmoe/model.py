@@ -1,16 +1,23 @@
 """DeepMoE: embedding, gate heads and base network, joined."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+import warnings
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from deepmoe.backbones import Backbone
+from deepmoe.config import GIVEN, EmbeddingConfig, HeadsConfig, ModelConfig
 from deepmoe.errors import UserError
+from deepmoe.graph import Gating, Graph, choose, describe
 from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads, RouteCodebook, ShallowEmbedding
+from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
+
+if TYPE_CHECKING:
+    from deepmoe.data import DataInfo
 
 
 class DeepMoEOutput(NamedTuple):
@@ -20,6 +27,12 @@ class DeepMoEOutput(NamedTuple):
     embedding_logits: Tensor | None
     gates: Gates | None
 
+
+SMALL_IMAGES = 64  # pixels a side, below which the embedding is that for CIFAR
+MOST_SHARE = 0.03  # of a network's MACs, that its embedding takes by default
+MOST_HEADS_SHARE = 0.005  # of the MACs: heads take long for what they cost, all in reading
+LEAST_WIDTH = 4
+MOST_CLASSES = 1_000_000
 
 # Lets torch.export.save write down the type of the output.
 _pytree._register_namedtuple(DeepMoEOutput, serialized_type_name="deepmoe.DeepMoEOutput")
@@ -35,10 +48,12 @@ class DeepMoE(nn.Module):
     Args:
         embedding: looks at the image.
         heads: make gates from its answer.
-        backbone: the base network.
+        network: the base network, any module that gives logits of images.
+        gating: its graph, and where gates stand in it.
         codebook: of routes, if images are to share a few of them.
         thresholds: one for each channel of all layers; gates below are closed. Checkpoints that
             earlier versions have cut hold some.
+        source: what the base network is made of, for checkpoints.
     """
 
     thresholds: Tensor | None
@@ -47,9 +62,11 @@ class DeepMoE(nn.Module):
         self,
         embedding: ShallowEmbedding | None,
         heads: GateHeads | NoisyTopKHeads | None,
-        backbone: Backbone,
+        network: nn.Module,
+        gating: Gating,
         codebook: RouteCodebook | None = None,
         thresholds: Tensor | None = None,
+        source: ModelConfig | None = None,
     ) -> None:
         super().__init__()
         if (embedding is None) != (heads is None):
@@ -58,7 +75,9 @@ class DeepMoE(nn.Module):
             raise ValueError("a codebook needs gates to replace: give embedding and heads too")
         self.embedding = embedding
         self.heads = heads
-        self.backbone = backbone
+        self.network = network
+        self.gating = gating
+        self.source = source or ModelConfig(GIVEN, gates=gating.names)
         self.codebook = codebook
         self.register_buffer("thresholds", thresholds)
 
@@ -76,7 +95,7 @@ class DeepMoE(nn.Module):
         if self.embedding is None or self.heads is None:
             return None, None
         e_BD, embedding_logits = self.embedding(x_BCHW)
-        gates = self.concatenated_gates(e_BD).split(self.backbone.gate_widths, dim=1)
+        gates = self.concatenated_gates(e_BD).split(self.gating.widths, dim=1)
         if self.codebook is not None:
             gates = self.codebook(gates)
         return gates, embedding_logits
@@ -89,7 +108,29 @@ class DeepMoE(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
         gates, embedding_logits = self.route(x_BCHW)
-        return DeepMoEOutput(self.backbone(x_BCHW, gates), embedding_logits, gates)
+        logits = self.gating(self.network, x_BCHW, gates)
+        return DeepMoEOutput(logits, embedding_logits, gates)
+
+    def with_gates(
+        self,
+        heads: GateHeads | NoisyTopKHeads | None = None,
+        codebook: RouteCodebook | None = None,
+        thresholds: Tensor | None = None,
+    ) -> "DeepMoE":
+        """The same network and embedding under other gates. Parts are shared, not copied."""
+        heads = self.heads if heads is None else heads
+        parts = (self.embedding, heads, self.network, self.gating)
+        model = DeepMoE(*parts, codebook, thresholds, self.source)
+        for part in (heads, codebook):
+            if part is not None:
+                part.train(self.training)
+        model.training = self.training  # other parts keep their own modes
+        return model
+
+    @property
+    def classes(self) -> int:
+        """Number of classes that the logits tell apart."""
+        return self.gating.graph.classes
 
     def check_finite(self) -> None:
         """Refuses weights, and statistics of batch norms, that are not finite."""
@@ -99,23 +140,202 @@ class DeepMoE(nn.Module):
         if wrong:
             raise UserError(f"the model can't be used: {wrong[0]} has values that are not finite")
 
+    def save_pretrained(
+        self, folder: str | Path, *, info: "DataInfo | None" = None, **hub: Any
+    ) -> None:
+        """Writes the model into a folder: weights as safetensors, a description as JSON.
+
+        Args:
+            folder: is made if it is not there.
+            info: names of the classes, and how images are normalised; `load_checkpoint` gives one.
+            **hub: of huggingface_hub's `ModelHubMixin.save_pretrained`.
+        """
+        _hub().save_pretrained(self, folder, info, **hub)
+
+    def push_to_hub(self, repo_id: str, *, info: "DataInfo | None" = None, **hub: Any) -> str:
+        """Uploads the model to the Hugging Face Hub; arguments as of `save_pretrained`."""
+        return _hub().push_to_hub(self, repo_id, info, **hub)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        network: str | nn.Module | None = None,
+        device: str = "cpu",
+        **hub: Any,
+    ) -> "DeepMoE":
+        """Reads a model that `save_pretrained` or `push_to_hub` has written.
+
+        Args:
+            name: of a folder, or of a repository on the hub.
+            network: where the base network is not the zoo's own, what makes it, or one like it.
+            device: to put the model on.
+            **hub: of huggingface_hub's `ModelHubMixin.from_pretrained`, such as `revision`.
+        """
+        return _hub().from_pretrained(name, network=network, device=device, **hub)
+
     def routing_modules(self) -> list[nn.Module]:
         """What the fine-tune stage freezes: the embedding network and the heads."""
         return [m for m in (self.embedding, self.heads) if m is not None]
 
 
+def _hub() -> Any:
+    return import_module("deepmoe.hub")  # it knows how models are made, and stands above
+
+
+def gate(
+    module: nn.Module,
+    images: Tensor,
+    *,
+    where: str | Sequence[str | int] = "inner",
+    classes: int | None = None,
+    embedding: EmbeddingConfig | None = None,
+    heads: HeadsConfig | None = None,
+) -> DeepMoE:
+    """Puts gates into a network: what it computes then depends on the image.
+
+    All gates start at one, so that the model computes what the network did. Weights are shared
+    with it: to train one is to train the other.
+
+    Args:
+        module: any convolutional network that gives logits of images.
+        images: a batch of such as it takes, normalised.
+        where: `inner` gates what stays inside of residual blocks, `all` also residual streams; a
+            list names groups of channels, as `deepmoe describe` shows them.
+        classes: number of classes. If it is not the network's, its last layer is replaced.
+        embedding: form and widths of the embedding network; one that is cheap for the network if
+            not given.
+        heads: kind and initialisation of the gate heads.
+
+    Raises:
+        UserError: where the network can't be captured, or nothing in it can be gated.
+    """
+    graph = describe(module, images)
+    if classes is not None and classes != graph.classes:
+        graph = replace_classifier(module, graph, images, classes)
+    gating = choose(graph, where)
+    for group in gating.graph.groups:
+        if group.pinned is not None and group.pinned.startswith("reaches"):
+            warnings.warn(f"what {group.name} makes stays ungated: it {group.pinned}", stacklevel=2)
+    size = (images.shape[-2], images.shape[-1])
+    embedding = embedding or usual_embedding(gating, size)
+    return add_gates(module, gating, embedding, heads, usual_widths(gating.graph, size))
+
+
+def add_gates(
+    network: nn.Module,
+    gating: Gating,
+    embedding: EmbeddingConfig | None,
+    heads: HeadsConfig | None,
+    widths: tuple[int, ...],
+    source: ModelConfig | None = None,
+) -> DeepMoE:
+    """A network under gates that an embedding makes; `widths` are the embedding's usual ones."""
+    embedding, heads = embedding or EmbeddingConfig(), heads or HeadsConfig()
+    looks = ShallowEmbedding(
+        gating.graph.classes,
+        form=embedding.form,
+        dim=embedding.dim,
+        widths=widths if embedding.widths is None else embedding.widths,
+        task_gradient=embedding.task_gradient,
+        colours=gating.graph.colours,
+    )
+    init = {} if heads.init is None else {"init": heads.init}
+    made: GateHeads | NoisyTopKHeads
+    if heads.kind == "relu":
+        made = GateHeads(looks.dim, gating.widths, **init)
+    else:
+        made = NoisyTopKHeads(looks.dim, gating.widths, share=heads.share, **init)
+    like = next(network.parameters())
+    for part in (looks, made):
+        # What is made without weights, to be filled from a file, has none to move.
+        part.to(like.dtype if next(part.parameters()).is_meta else like)
+    model = DeepMoE(
+        looks.train(network.training), made.train(network.training), network, gating, source=source
+    )
+    model.training = network.training  # each module of the network keeps its own mode
+    return model
+
+
+def usual_embedding(gating: Gating, size: tuple[int, int]) -> EmbeddingConfig:
+    """The form of an embedding that is cheap for a network.
+
+    Its classes are the mixture weights, unless heads for all of them would cost too much.
+    """
+    heads = sum(gating.widths) * gating.graph.classes
+    costly = heads > MOST_HEADS_SHARE * sum(gating.graph.macs(size).values())
+    return EmbeddingConfig(form="latent" if costly else "classes")
+
+
+def usual_widths(graph: Graph, size: tuple[int, int]) -> tuple[int, ...]:
+    """Widths of an embedding for images of this size, narrow enough to be cheap for a network."""
+    widths: tuple[int, ...] = CIFAR_WIDTHS if min(size) < SMALL_IMAGES else IMAGENET_WIDTHS
+    dense = sum(graph.macs(size).values())
+    while min(widths) > LEAST_WIDTH and _embedding_macs(graph, widths, size) > MOST_SHARE * dense:
+        widths = tuple(width // 2 for width in widths)
+    return widths
+
+
+def _embedding_macs(graph: Graph, widths: tuple[int, ...], size: tuple[int, int]) -> int:
+    with torch.device("meta"):
+        return ShallowEmbedding(graph.classes, widths=widths).macs(*size)
+
+
+def replace_classifier(
+    module: nn.Module, graph: Graph, images: Tensor, classes: int, *, tell: bool = True
+) -> Graph:
+    """Gives a network a new last layer, for another number of classes.
+
+    Args:
+        module: the network, which is changed.
+        graph: of the network.
+        images: such as it takes.
+        classes: how many logits it is to give.
+        tell: whether to warn that a trained layer is lost.
+
+    Returns:
+        The changed network's graph.
+    """
+    check_classes(classes)
+    path = graph.layers[-1].path
+    old = module.get_submodule(path)
+    new: nn.Module
+    like: dict[str, Any] = {
+        "device": next(old.parameters()).device,
+        "dtype": next(old.parameters()).dtype,
+    }
+    if type(old) is nn.Linear:
+        new = nn.Linear(old.in_features, classes, bias=old.bias is not None, **like)
+    elif type(old) is nn.Conv2d and old.kernel_size == (1, 1):
+        new = nn.Conv2d(old.in_channels, classes, 1, bias=old.bias is not None, **like)
+    else:
+        raise UserError(f"the last layer, {path}, can't be replaced: give a network with {classes}")
+    module.set_submodule(path, new.train(old.training))
+    try:
+        changed = describe(module, images)
+    except UserError:
+        changed = graph
+    if changed.classes != classes:
+        module.set_submodule(path, old)
+        raise UserError(
+            f"a new last layer, {path}, does not give {classes} classes: give a network that does"
+        )
+    if tell:
+        warnings.warn(
+            f"the layer {path!r} gave {graph.classes} classes; a new one for {classes} starts "
+            "untrained",
+            stacklevel=3,
+        )
+    return changed
+
+
+def check_classes(classes: int) -> None:
+    """Refuses numbers of classes that no model has."""
+    if not isinstance(classes, int) or not 2 <= classes <= MOST_CLASSES:
+        raise UserError(f"a model has from 2 to {MOST_CLASSES:,} classes, not {classes}")
+
+
 def close_small(gates: Tensor, thresholds: Tensor) -> Tensor:
     """Gates below their thresholds become zero, others stay as they are."""
     return torch.where(gates >= thresholds, gates, 0.0)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside, each module's own mode again afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode

@@ -30,26 +30,6 @@ def scale_channels(x_BCHW: Tensor, g_BC: Tensor | None) -> Tensor:
     return x_BCHW * g_BC.to(x_BCHW.dtype)[:, :, None, None]
 
 
-def add_to_stream(stream_BCHW: Tensor, y_BCHW: Tensor, at: Tensor | None) -> Tensor:
-    """relu(stream + y), where y may hold only some of the stream's channels: those at `at`."""
-    if at is None:
-        return F.relu(stream_BCHW + y_BCHW)
-    return F.relu(stream_BCHW.index_add(1, at, y_BCHW.to(stream_BCHW.dtype)))
-
-
-def max_pool(x_BCHW: Tensor, size: int, stride: int, padding: int = 0) -> Tensor:
-    """The largest value of every square of a channel; there may be no channels left at all."""
-    if x_BCHW.shape[1]:
-        return F.max_pool2d(x_BCHW, size, stride, padding)
-    return x_BCHW.new_empty(len(x_BCHW), 0, *pooled_size(x_BCHW, size, stride, padding))
-
-
-def pooled_size(x_BCHW: Tensor, size: int, stride: int, padding: int) -> tuple[int, int]:
-    """Height and width after pooling."""
-    height, width = ((n + 2 * padding - size) // stride + 1 for n in x_BCHW.shape[2:])
-    return height, width
-
-
 def at_least_single(x: Tensor) -> Tensor:
     """The tensor in single precision, or in double if it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -4,46 +4,57 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
-from deepmoe.backbones import DRN, Backbone, ResNet
-from deepmoe.backbones.drn import drn_a_50_stages
-from deepmoe.backbones.resnet import (
+import torch
+from torch import nn
+
+from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig
+from deepmoe.errors import UserError
+from deepmoe.graph import Gating, Graph, choose, describe, open_groups
+from deepmoe.layers import GateHeads
+from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
+from deepmoe.model import (
+    DeepMoE,
+    add_gates,
+    check_classes,
+    replace_classifier,
+    usual_embedding,
+    usual_widths,
+)
+from deepmoe.networks import DRN, ResNet, resnet, vgg
+from deepmoe.networks.resnet import (
     IMAGENET_DEPTHS,
     ResNetStage,
     cifar_stages,
+    drn_a_50_stages,
     imagenet_stages,
-    make_spec,
+    make_resnet,
 )
-from deepmoe.backbones.vgg import CONVS_PER_STAGE, make_vgg
-from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig
-from deepmoe.errors import UserError
-from deepmoe.layers import GateHeads, NoisyTopKHeads, ShallowEmbedding
-from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
-from deepmoe.model import DeepMoE
-from deepmoe.schema import suggest
+from deepmoe.networks.vgg import CONVS_PER_STAGE, make_vgg
+from deepmoe.schema import Gates, suggest
+from deepmoe.sources import FORMS, is_source, make_network, usual_size
 
-MOST_CLASSES = 1_000_000
 SPREAD = "split(1, 0.5)"  # gates that start alike can't be closed one after the other by a budget
 
-BackboneFactory = Callable[..., Backbone]
+NetworkFactory = Callable[..., nn.Module]
 
 
 @dataclass(frozen=True)
 class ModelEntry:
     """A registered base network and the setting it is meant for."""
 
-    make: BackboneFactory  # (classes, **options) -> Backbone
+    make: NetworkFactory  # (classes, **options) -> nn.Module
     input_size: tuple[int, int]
     classes: int
     embedding_widths: tuple[int, ...]
+    inner: Callable[..., list[str]] | None  # (network, **options) -> what `inner` gates here
 
     @property
     def options(self) -> list[str]:
-        """Names of the options that `create_model` passes on."""
-        parameters = inspect.signature(self.make).parameters.values()
-        return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        """Names of the options that `create_model` takes."""
+        return list(dict.fromkeys(_options_of(self.make) + _options_of(self.inner)))
 
 
 _MODELS: dict[str, ModelEntry] = {}
@@ -55,13 +66,24 @@ def register_model(
     input_size: tuple[int, int] = (32, 32),
     classes: int = 100,
     embedding_widths: Sequence[int] = CIFAR_WIDTHS,
-) -> Callable[[BackboneFactory], BackboneFactory]:
-    """Decorator that adds `factory(classes, *, ...options) -> Backbone` to the zoo."""
+    inner: Callable[..., list[str]] | None = None,
+) -> Callable[[NetworkFactory], NetworkFactory]:
+    """Decorator that adds `factory(classes, *, ...options) -> nn.Module` to the zoo.
 
-    def register(factory: BackboneFactory) -> BackboneFactory:
+    Args:
+        name: that `create_model` takes.
+        input_size: of its usual images.
+        classes: its usual number.
+        embedding_widths: of the embedding network.
+        inner: from the network to the layers whose outputs `gates="inner"` gates, if not to all
+            that stays inside of residual blocks.
+    """
+
+    def register(factory: NetworkFactory) -> NetworkFactory:
         if name in _MODELS:
             raise ValueError(f"a model named {name!r} is registered already")
-        _MODELS[name] = ModelEntry(factory, input_size, classes, tuple(embedding_widths))
+        widths = tuple(embedding_widths)
+        _MODELS[name] = ModelEntry(factory, input_size, classes, widths, inner)
         return factory
 
     return register
@@ -76,7 +98,8 @@ def model_entry(name: str) -> ModelEntry:
     """The registered setting of a model: default input size, classes, options."""
     if name not in _MODELS:
         raise UserError(
-            f"no model is named {name!r}{suggest(name, _MODELS)}; there are {', '.join(_MODELS)}"
+            f"no model is named {name!r}{suggest(name, _MODELS)}; "
+            f"there are {', '.join(_MODELS)}, and {FORMS}"
         )
     return _MODELS[name]
 
@@ -85,53 +108,147 @@ def create_model(
     name: str,
     *,
     classes: int | None = None,
-    gates: str | None = "inner",
+    gates: str | Sequence[str] | None = "inner",
     embedding: EmbeddingConfig | None = None,
     heads: HeadsConfig | None = None,
+    pretrained: bool = False,
+    size: tuple[int, int] | None = None,
     **options: Any,
 ) -> DeepMoE:
-    """Builds a model of the zoo.
+    """Builds a model.
 
     Args:
-        name: one of `list_models()`.
+        name: one of `list_models()`, or `timm:NAME`, `torchvision:NAME`, `hf:FOLDER_OR_ID`,
+            `package.module:factory`.
         classes: number of classes; the model's usual number if not given.
-        gates: `inner`, `all`, or `None` for the dense twin, which has neither embedding nor heads.
+        gates: `inner`, `all`, names of layers, or `None` for the dense twin, which has neither
+            embedding nor heads.
         embedding: form and widths of the embedding network.
         heads: kind and initialisation of the gate heads.
-        **options: passed to the base network, such as `wide=2`, `widths=[...]`,
-            `block="bottleneck-b"`, `gate_last=True`.
+        pretrained: start from trained weights, where the name is of another package.
+        size: of images, where the name is of another package and its own usual one is not meant.
+        **options: of the base network, such as `wide=2`, `widths=[...]`, `block="bottleneck-b"`,
+            and of its gates, such as `gate_last=True`.
 
     Raises:
         UserError: for an unknown name or option, or a value out of range.
     """
+    if classes is not None:
+        check_classes(classes)
+    if is_source(name):
+        if options:
+            raise UserError(f"{name} takes no options of the zoo, such as {next(iter(options))}")
+        with torch.device("cpu"):  # what others make may need values
+            network = make_network(name, classes, pretrained=pretrained)
+        source = ModelConfig(name, gates=as_gates(gates))
+        return from_network(network, source, classes, size, embedding, heads, pretrained)
     entry = model_entry(name)
+    if pretrained:
+        raise UserError(f"{name} has no trained weights to load; give train.start a checkpoint")
     classes = entry.classes if classes is None else classes
-    if not 2 <= classes <= MOST_CLASSES:
-        raise UserError(f"a model has from 2 to {MOST_CLASSES:,} classes, not {classes}")
     for option in options:
         if option not in entry.options:
             raise UserError(f"{name} has no option {option!r}; it takes {', '.join(entry.options)}")
-    dense = gates in (None, "none")
-    if not dense and "gates" in entry.options:
-        options["gates"] = gates
-    elif not dense and gates != "inner":
-        raise UserError(f"{name} has no choice of gates, so they can't be {gates!r}")
-    backbone = entry.make(classes, **options)
-    if dense:
-        return DeepMoE(None, None, backbone)
-    embedding = embedding or EmbeddingConfig()
-    network = ShallowEmbedding(
-        classes,
-        form=embedding.form,
-        dim=embedding.dim,
-        widths=entry.embedding_widths if embedding.widths is None else embedding.widths,
-        task_gradient=embedding.task_gradient,
-    )
-    return DeepMoE(network, _make_heads(network.dim, backbone, heads or HeadsConfig()), backbone)
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+    made = {k: v for k, v in values.items() if k in _options_of(entry.make)}
+    chosen = {k: v for k, v in values.items() if k in _options_of(entry.inner)}
+    network = entry.make(classes, **made)
+    graph = _graph(name, classes, tuple(made.items()))
+    where = "inner" if gates in (None, "none") else gates
+    if where == "inner" and entry.inner is not None:
+        where = entry.inner(network, **chosen)
+    gating = choose(graph, where)
+    known: dict[str, Any] = {
+        k: v for k, v in values.items() if k in ModelConfig.__dataclass_fields__
+    }
+    source = ModelConfig(name, gates=as_gates(gates), **known)
+    if gates in (None, "none"):
+        return DeepMoE(None, None, network, gating, source=source)
+    return add_gates(network, gating, embedding, heads, entry.embedding_widths, source)
 
 
-def model_from_config(config: RunConfig, classes: int) -> DeepMoE:
-    """Builds the model of a run whose data has this many classes."""
+def from_network(
+    network: nn.Module,
+    source: ModelConfig,
+    classes: int | None,
+    size: tuple[int, int] | None,
+    embedding: EmbeddingConfig | None,
+    heads: HeadsConfig | None,
+    pretrained: bool = True,
+) -> DeepMoE:
+    """A model of a network that is not the zoo's own.
+
+    Args:
+        network: the network.
+        source: where it comes from, and which gates it gets.
+        classes: if not as many as it has, its last layer is replaced.
+        size: of images; what the network says of itself if not given.
+        embedding: as in `create_model`.
+        heads: as in `create_model`.
+        pretrained: whether its last layer, if replaced, is a loss to be told of.
+    """
+    like = next(network.parameters(), torch.empty(0))
+    images = torch.randn(1, 3, *(size or usual_size(network)), device="cpu").to(like)
+    graph = describe(network, images)
+    if classes is not None and classes != graph.classes:
+        graph = replace_classifier(network, graph, images, classes, tell=pretrained)
+    if source.gates == "none":
+        gating = Gating(graph, tuple(open_groups(graph, "inner")))
+        return DeepMoE(None, None, network, gating, source=source)
+    gating = choose(graph, source.gates)
+    pixels = (images.shape[2], images.shape[3])
+    embedding = embedding or usual_embedding(gating, pixels)
+    return add_gates(network, gating, embedding, heads, usual_widths(graph, pixels), source)
+
+
+def usual_input(model: DeepMoE) -> tuple[int, int]:
+    """Height and width of the images that a model is meant for."""
+    name = model.source.name
+    if name in _MODELS:
+        return _MODELS[name].input_size
+    return model.gating.graph.given_size
+
+
+def as_gates(gates: str | Sequence[str] | None) -> Gates:
+    """Which channels are gated, as a configuration says it."""
+    if gates is None or isinstance(gates, str):
+        return "none" if gates is None else gates  # type: ignore[return-value]
+    return tuple(gates)
+
+
+@lru_cache(maxsize=64)
+def _graph(name: str, classes: int, options: tuple[tuple[str, Any], ...]) -> Graph:
+    """The description of a network of the zoo, found without weights: shapes are enough."""
+    entry = model_entry(name)
+    with torch.device("meta"):
+        network = entry.make(classes, **dict(options))
+        return describe(network, torch.empty(1, 3, *entry.input_size))
+
+
+def _options_of(function: Callable[..., Any] | None) -> list[str]:
+    if function is None:
+        return []
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+def model_from_config(
+    config: RunConfig,
+    classes: int,
+    *,
+    size: tuple[int, int] | None = None,
+    network: nn.Module | None = None,
+    weights: bool = True,
+) -> DeepMoE:
+    """Builds the model of a run.
+
+    Args:
+        config: of the run.
+        classes: of its data.
+        size: of its images.
+        network: its base network, if that is there already.
+        weights: whether to load trained weights, where the configuration asks for them.
+    """
     model = config.model
     if model.classes not in (None, classes):
         raise UserError(
@@ -140,13 +257,54 @@ def model_from_config(config: RunConfig, classes: int) -> DeepMoE:
     heads = config.heads
     if config.train.target_macs is not None and heads.kind == "relu" and heads.init is None:
         heads = dataclasses.replace(heads, init=SPREAD)
+    if network is not None:
+        return from_network(network, model, classes, size, config.embedding, heads)
     return create_model(
         model.name,
         classes=classes,
         gates=model.gates,
         embedding=config.embedding,
         heads=heads,
+        pretrained=model.pretrained and weights,
+        size=size,
         **model_options(model),
+    )
+
+
+def config_of(model: DeepMoE, config: RunConfig | None = None) -> RunConfig:
+    """A configuration that `model_from_config` makes such a model of.
+
+    Args:
+        model: made by `gate`, `create_model` or `widen`.
+        config: everything else.
+    """
+    config = config or RunConfig()
+    dtype = next(model.parameters()).dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"models are kept in single or double precision, not {dtype}: call .float()"
+        )
+    if dtype == torch.float64:
+        train = dataclasses.replace(config.train, precision="64-true")
+        config = dataclasses.replace(config, train=train)
+    made, heads = model.embedding, model.heads
+    if made is None or heads is None:
+        dense = dataclasses.replace(model.source, gates="none")
+        return dataclasses.replace(config, model=dense)
+    return dataclasses.replace(
+        config,
+        model=model.source,
+        embedding=EmbeddingConfig(
+            made.form,  # type: ignore[arg-type]
+            made.dim if made.form == "latent" else EmbeddingConfig.dim,
+            made.widths,
+            made.task_gradient,
+        ),
+        heads=dataclasses.replace(
+            config.heads,
+            kind="relu" if isinstance(heads, GateHeads) else "noisy-topk",
+            share=getattr(heads, "share", config.heads.share),
+        ),
     )
 
 
@@ -161,13 +319,6 @@ def model_options(model: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-def _make_heads(dim: int, backbone: Backbone, config: HeadsConfig) -> GateHeads | NoisyTopKHeads:
-    init = {} if config.init is None else {"init": config.init}
-    if config.kind == "relu":
-        return GateHeads(dim, backbone.gate_widths, **init)
-    return NoisyTopKHeads(dim, backbone.gate_widths, share=config.share, **init)
-
-
 def _residual(
     network: type[ResNet],
     stages: Sequence[ResNetStage],
@@ -179,42 +330,56 @@ def _residual(
     wide: float = 1.0,
     widths: Sequence[int] | None = None,
     block: str | None = None,
-    gates: str = "inner",
 ) -> ResNet:
-    spec = make_spec(
+    return make_resnet(
+        network,
         stages,
         classes,
         block=block or default_block,
         wide=wide,
         widths=widths,
-        gates=gates,
         stem=stem,
         shortcut=shortcut,
     )
-    return network(spec)
+
+
+def _inner_of_residual(
+    default_block: str, network: nn.Module, *, block: str | None = None
+) -> list[str]:
+    return resnet.inner_convs(network, block or default_block)
+
+
+def _register_residual(
+    name: str,
+    network: type[ResNet],
+    stages: Sequence[ResNetStage],
+    block: str,
+    stem: Literal["cifar", "imagenet"],
+    shortcut: Literal["pad", "conv"],
+    **setting: Any,
+) -> None:
+    make = partial(_residual, network, stages, block, stem, shortcut)
+    register_model(name, inner=partial(_inner_of_residual, block), **setting)(make)
 
 
 def _register_zoo() -> None:
     for depth in CONVS_PER_STAGE:
-        register_model(f"vgg{depth}")(partial(make_vgg, depth))
+        register_model(f"vgg{depth}", inner=vgg.inner_convs)(partial(make_vgg, depth))
     for depth in (20, 32, 44, 56, 110):
-        make = partial(_residual, ResNet, cifar_stages(depth), "basic", "cifar", "pad")
-        register_model(f"resnet{depth}")(make)
-    make = partial(_residual, ResNet, imagenet_stages(18), "bottleneck-b", "cifar", "conv")
-    register_model("resnet18_cifar")(make)
+        _register_residual(f"resnet{depth}", ResNet, cifar_stages(depth), "basic", "cifar", "pad")
+    _register_residual(
+        "resnet18_cifar", ResNet, imagenet_stages(18), "bottleneck-b", "cifar", "conv"
+    )
+    large = {"classes": 1000, "input_size": (224, 224), "embedding_widths": IMAGENET_WIDTHS}
     for depth in IMAGENET_DEPTHS:
         block = "basic" if depth < 50 else "bottleneck-a"
-        make = partial(_residual, ResNet, imagenet_stages(depth), block, "imagenet", "conv")
-        register_model(
-            f"resnet{depth}",
-            input_size=(224, 224),
-            classes=1000,
-            embedding_widths=IMAGENET_WIDTHS,
-        )(make)
-    make = partial(_residual, DRN, drn_a_50_stages(), "bottleneck-a", "imagenet", "conv")
-    register_model(
-        "drn_a_50", input_size=(1024, 2048), classes=19, embedding_widths=IMAGENET_WIDTHS
-    )(make)
+        _register_residual(
+            f"resnet{depth}", ResNet, imagenet_stages(depth), block, "imagenet", "conv", **large
+        )
+    streets = {**large, "classes": 19, "input_size": (1024, 2048)}
+    _register_residual(
+        "drn_a_50", DRN, drn_a_50_stages(), "bottleneck-a", "imagenet", "conv", **streets
+    )
 
 
 _register_zoo()

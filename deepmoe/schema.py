@@ -16,6 +16,8 @@ Widths = str | tuple[int, ...]
 """Numbers of channels, or the name of a list of them."""
 Paths = str | tuple[str, ...]
 """One path, or several."""
+Gates = Literal["inner", "all", "none"] | tuple[str, ...]
+"""Which channels are gated: by a word, or by names of layers."""
 Schedule = float | tuple[tuple[float, float], ...]
 """A constant, or points (epoch, value) joined by straight lines and held flat at both ends."""
 
@@ -117,6 +119,14 @@ def _structure_paths(value: Any, _type: Any) -> Any:
     return tuple(value)
 
 
+def _structure_gates(value: Any, _type: Any) -> Any:
+    if value in ("inner", "all", "none"):
+        return value
+    if isinstance(value, str) or not value or not all(isinstance(v, str) for v in value):
+        raise UserError(f"expected one of inner, all, none, or a list of layers, got {value!r}")
+    return tuple(value)
+
+
 def _structure_schedule(value: Any, _type: Any) -> Any:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
@@ -162,6 +172,7 @@ def _make_converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda t: get_origin(t) is list, _structure_list)
     converter.register_structure_hook_func(lambda t: get_origin(t) is Literal, _structure_literal)
     converter.register_structure_hook_func(lambda t: t == Schedule, _structure_schedule)
+    converter.register_structure_hook_func(lambda t: t == Gates, _structure_gates)
     _register_optional(converter, Widths, _structure_widths)
     _register_optional(converter, Paths, _structure_paths)
     return converter

@@ -1,13 +1,13 @@
 """What several tests need: random gates, a count by PyTorch itself, small runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepmoe.backbones import Backbone
 from deepmoe.config import RunConfig, load_config
+from deepmoe.graph import Gating
 
 TINY_RUN = (
     "data.size=8",
@@ -30,7 +30,7 @@ def random_gates(widths: Sequence[int], images: int, density: float = 0.5) -> li
     return [torch.rand(images, w) * (torch.rand(images, w) < density) for w in widths]
 
 
-def counted_macs(network: nn.Module, *inputs: object) -> int:
+def counted_macs(network: Callable[..., object], *inputs: object) -> int:
     """MACs of a forward pass as PyTorch's own counter sees them (it counts two a MAC)."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         network(*inputs)
@@ -50,8 +50,13 @@ def randomise_statistics(network: nn.Module) -> nn.Module:
     return network
 
 
-def narrowed_for(backbone: Backbone, gates: Sequence[Tensor], image: int) -> tuple:
+def narrowed_for(
+    network: nn.Module, gating: Gating, gates: Sequence[Tensor], image: int
+) -> tuple[nn.Module, Gating, list[Tensor]]:
     """The physically small network of one image of a batch, and the gates that go with it."""
     keep = [g[image] != 0 for g in gates]
-    kept = [g[image : image + 1, k] for g, k in zip(gates, keep, strict=True)]
-    return backbone.narrow(keep), kept
+    small, small_gating, left = gating.narrow(network, keep)
+    for mask, units in zip(keep, left, strict=True):
+        assert units.tolist() == (mask.nonzero().flatten().tolist() or [0])
+    kept = [g[image : image + 1, units] for g, units in zip(gates, left, strict=True)]
+    return small, small_gating, kept

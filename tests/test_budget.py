@@ -47,7 +47,7 @@ def test_a_run_ends_within_two_percent_of_its_target(target, init, form, tmp_pat
 
 
 def test_a_target_may_be_a_number_of_macs(tmp_path) -> None:
-    dense = count_macs(create_model("resnet20", widths=[16] * 9, classes=10).backbone, 8)
+    dense = count_macs(create_model("resnet20", widths=[16] * 9, classes=10).gating, 8)
     config = tiny_config(*SMALL, f"train.target_macs={dense // 2}")
     result = fit(config, tmp_path, quiet=True)
     assert result.evaluation.macs == pytest.approx(dense / 2, rel=0.02)

@@ -34,7 +34,7 @@ def header_of(path: Path) -> dict[str, str]:
 def test_the_header_tells_format_version_and_configuration(saved) -> None:
     header = header_of(saved)
     assert header["format"] == "deepmoe"
-    assert header["format_version"] == "2"
+    assert header["format_version"] == "3"
     assert json.loads(header["config"])["model"]["name"] == "resnet20"
     loaded = load_checkpoint(saved)
     assert (loaded.config, loaded.info, loaded.state) == (tiny_config(), INFO, TrainState(3))
@@ -82,7 +82,7 @@ def test_foreign_files_are_named(saved, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": "3"}, "has format version 3; this deepmoe reads up to version 2"),
+        ({"format_version": "4"}, "has format version 4; this deepmoe reads up to version 3"),
         ({"format_version": None}, "format version none"),
         ({"config": "{"}, "damaged header"),
         (
@@ -126,7 +126,7 @@ def test_odd_headers_are_named(saved, changes: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["model.backbone.fc.weight", "optimizer.momentum_buffer.heads.weight"]
+    "name", ["model.network.fc.weight", "optimizer.momentum_buffer.heads.weight"]
 )
 @pytest.mark.parametrize("tensor", [torch.ones(3), torch.ones(10, 64, dtype=torch.float64)])
 def test_odd_tensors_are_named(saved, name: str, tensor: torch.Tensor) -> None:
@@ -158,9 +158,7 @@ def test_codes_that_are_not_there_are_not_made_room_for(saved, rows: int, monkey
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize(
-    "name", ["heads.weight", "backbone.fc.bias", "backbone.stem.bn.running_var"]
-)
+@pytest.mark.parametrize("name", ["heads.weight", "network.fc.bias", "network.bn1.running_var"])
 def test_weights_that_are_not_finite_are_refused(tmp_path, name: str, value: float) -> None:
     config = tiny_config()
     model = model_from_config(config, 10)
@@ -171,12 +169,16 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, name: str, value: flo
         load_checkpoint(path)
 
 
-VERSION_1 = Path(__file__).parent / "version1"
+OLD = {version: Path(__file__).parent / f"version{version}" for version in (1, 2)}
+REFUSED = OLD[1] / "resnet.safetensors"
+OLD_FILES = [p for folder in OLD.values() for p in sorted(folder.glob("*.safetensors"))]
+OLD_FILES.remove(REFUSED)
 
 
-@pytest.mark.parametrize("path", sorted(VERSION_1.glob("*.safetensors")), ids=lambda p: p.stem)
-def test_checkpoints_of_version_1_give_what_they_gave(path: Path, tmp_path) -> None:
-    expected = torch.tensor(json.loads((VERSION_1 / "logits.json").read_text())[path.stem])
+@pytest.mark.parametrize("path", OLD_FILES, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_checkpoints_of_earlier_versions_give_what_they_gave(path: Path, tmp_path) -> None:
+    assert header_of(path)["format_version"] == path.parent.name.removeprefix("version")
+    expected = torch.tensor(json.loads((path.parent / "logits.json").read_text())[path.stem])
     images = torch.linspace(-2, 2, 2 * 3 * 1024).view(2, 3, 32, 32).sin()
     loaded = load_checkpoint(path)
     assert loaded.state.epoch == 3 and loaded.state.best == 0.5
@@ -184,12 +186,44 @@ def test_checkpoints_of_version_1_give_what_they_gave(path: Path, tmp_path) -> N
     torch.testing.assert_close(logits.float(), expected, rtol=1e-4, atol=1e-4)
     # Saved again, it is of the present version.
     save_checkpoint(tmp_path / "now", loaded.model, loaded.config, loaded.info, loaded.state)
-    assert header_of(tmp_path / "now")["format_version"] == "2"
+    assert header_of(tmp_path / "now")["format_version"] == "3"
     again = load_checkpoint(tmp_path / "now")
     assert torch.equal(again.model(again.model.as_input(images)).logits, logits)
 
 
+def test_optimiser_state_of_version_2_finds_its_parameters() -> None:
+    loaded = load_checkpoint(OLD[2] / "vgg16.safetensors")
+    assert loaded.model.codebook is not None
+    parameters = dict(loaded.model.named_parameters())
+    assert loaded.optimizer_state.keys() == parameters.keys()
+    for name, state in loaded.optimizer_state.items():  # the file was made so
+        assert torch.equal(state["momentum_buffer"], 2 * parameters[name]), name
+
+
+def test_gates_that_stood_elsewhere_are_refused() -> None:
+    with pytest.raises(UserError, match=r"resnet.safetensors can't be used: .* train .* again$"):
+        load_checkpoint(REFUSED)
+    config, state = read_progress(REFUSED)  # what it is of can still be told
+    assert config.model.gates == "all" and state.epoch == 3
+
+
+@pytest.mark.parametrize("path", [OLD[2] / "vgg16.safetensors", OLD[2] / "resnet18.safetensors"])
+@pytest.mark.parametrize("damage", ["flipped", "renamed", "now"])
+def test_damaged_files_of_version_2_are_named(path: Path, damage: str, tmp_path) -> None:
+    tensors, header = load_file(path), header_of(path)
+    if damage == "flipped":
+        tensors["model.heads.weight"][0, 0] += 1e-3
+    elif damage == "renamed":
+        tensors["model.backbone.other"] = tensors.pop("model.heads.weight")
+    else:  # names of old in a file that claims to be of today
+        header["format_version"] = "3"
+    save_file(tensors, tmp_path / "damaged", header)
+    words = "checksum does not fit" if damage == "flipped" else "does not fit its own model"
+    with pytest.raises(UserError, match=words):
+        load_checkpoint(tmp_path / "damaged")
+
+
 def test_a_run_of_version_1_with_settings_that_are_gone_can_not_go_on() -> None:
-    assert read_progress(VERSION_1 / "gated.safetensors")[1].epoch == 3
+    assert read_progress(OLD[1] / "gated.safetensors")[1].epoch == 3
     with pytest.raises(UserError, match=r"heads\.revive = 0\.1 is gone"):
-        read_progress(VERSION_1 / "random_threshold.safetensors")
+        read_progress(OLD[1] / "random_threshold.safetensors")

@@ -203,7 +203,7 @@ def test_one_bad_image_does_not_keep_others_from_an_answer(checkpoint, tmp_path)
 def test_weights_that_are_not_finite_are_refused(verb, checkpoint, tmp_path) -> None:
     broken, image = tmp_path / "broken.safetensors", tmp_path / "image.png"
     loaded = load_checkpoint(checkpoint)
-    loaded.model.backbone.fc.weight.data[0] = float("nan")
+    loaded.model.network.fc.weight.data[0] = float("nan")
     save_checkpoint(broken, loaded.model, loaded.config, loaded.info, loaded.state)
     Image.new("L", (8, 8), 200).save(image)
     extra = {"predict": [image], "cut": ["--macs", "0.5", "--out", tmp_path / "cut"]}
@@ -214,7 +214,7 @@ def test_outputs_that_are_not_finite_are_refused(checkpoint, tmp_path) -> None:
     """Finite weights, but too large to compute with."""
     broken, image = tmp_path / "broken.safetensors", tmp_path / "image.png"
     loaded = load_checkpoint(checkpoint)
-    loaded.model.backbone.fc.weight.data.fill_(3e38)
+    loaded.model.network.fc.weight.data.fill_(3e38)
     save_checkpoint(broken, loaded.model, loaded.config, loaded.info, loaded.state)
     Image.new("L", (8, 8), 200).save(image)
     assert_refused(deepmoe("eval", broken), "outputs for 360 images are not finite")

@@ -78,11 +78,11 @@ def test_dense_macs_equal_pytorchs_own_count(name: str, options: dict) -> None:
     size = (130, 256) if name == "drn_a_50" else size
     x = torch.empty(1, 3, *size, device="meta")
     costs = count_costs(model, size)
-    assert costs.macs == counted_macs(model.backbone, x)
-    assert count_macs(model.backbone, size) == costs.macs
+    assert costs.macs == counted_macs(model.network, x)
+    assert count_macs(model.gating, size) == costs.macs
     assert costs.embedding_macs == counted_macs(model.embedding, x)
     assert count_macs(model, size) == counted_macs(model, x)
-    assert costs.params == sum(p.numel() for p in model.backbone.parameters())
+    assert costs.params == sum(p.numel() for p in model.network.parameters())
     assert costs.gate_params == sum(p.numel() for p in model.heads.parameters())
 
 
@@ -93,32 +93,32 @@ def test_dense_macs_equal_pytorchs_own_count(name: str, options: dict) -> None:
 def test_every_block_in_every_depth(name: str, block: str) -> None:
     model = on_meta(name, block=block, classes=10)
     x = torch.empty(1, 3, 64, 64, device="meta")
-    assert count_costs(model, 64).macs == counted_macs(model.backbone, x)
+    assert count_costs(model, 64).macs == counted_macs(model.network, x)
 
 
 def test_gates_of_one_cost_the_dense_network() -> None:
     model = create_model("resnet20")
-    open_gates = [torch.ones(3, w) for w in model.backbone.gate_widths]
+    open_gates = [torch.ones(3, w) for w in model.gating.widths]
     assert count_macs(model, 32, open_gates).tolist() == [count_macs(model, 32)] * 3
     assert active_share(open_gates).tolist() == [1.0] * 3
 
 
 def test_a_batch_gives_one_number_an_image() -> None:
-    backbone = create_model("resnet20").backbone
-    gates = random_gates(backbone.gate_widths, 4, 0.4)
-    whole = count_macs(backbone, 32, gates)
+    gating = create_model("resnet20").gating
+    gates = random_gates(gating.widths, 4, 0.4)
+    whole = count_macs(gating, 32, gates)
     assert whole.shape == (4,)
     assert whole.dtype == torch.int64
-    alone = [int(count_macs(backbone, 32, [g[i : i + 1] for g in gates])) for i in range(4)]
+    alone = [int(count_macs(gating, 32, [g[i : i + 1] for g in gates])) for i in range(4)]
     assert whole.tolist() == alone
 
 
 def test_gates_and_sizes_that_do_not_fit_are_refused() -> None:
-    backbone = create_model("resnet20").backbone
+    gating = create_model("resnet20").gating
     with pytest.raises(UserError, match="gates of widths"):
-        count_macs(backbone, 32, [])
+        count_macs(gating, 32, [])
     with pytest.raises(UserError, match="at least one pixel"):
-        count_macs(backbone, 0)
+        count_macs(gating, 0)
 
 
 def test_bisection_finds_the_least_that_is_enough() -> None:

@@ -6,11 +6,20 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import third_party
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import deepmoe
+from deepmoe import registry
 from deepmoe.cli import main
+from deepmoe.description import gated_share
 from deepmoe.results import write_result
 
 ROOT = Path(__file__).parents[1]
@@ -122,8 +131,92 @@ def test_the_layout_is_that_of_the_imports() -> None:
     assert ["__main__", *reversed(told)] == contract["layers"]
 
 
-def test_the_python_example_of_the_readme_runs(capsys) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert example.count("\n") <= 15
-    exec(compile(example, "README.md", "exec"), {})
+@pytest.fixture
+def one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a folder of its own; networks are so small that threads would wait for each other."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def examples(document: str, language: str = "python") -> list[str]:
+    """Code of a document: `python` is run as it is, `py` needs something that stands elsewhere."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
+
+
+def run(document: str, code: list[str], names: dict[str, Any]) -> dict[str, Any]:
+    """Runs code, one piece after the other in one scope; returns what it has defined."""
+    for piece in code:
+        exec(compile(piece, document, "exec"), names)
+    return names
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_python_examples_of_the_readme_run(capsys) -> None:
+    own, zoo = examples("README.md")
+    assert max(own.count("\n"), zoo.count("\n")) <= 15
+    run("README.md", [zoo], {})
     assert capsys.readouterr().out
+    images = torch.randn(20, 3, 8, 8)
+    network = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 32, 3), nn.BatchNorm2d(32), nn.ReLU()),
+        *(nn.Conv2d(32, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)),
+    )
+    data = TensorDataset(images, torch.arange(20) % 2)
+    given = {"network": network, "images": images[:2]}
+    given |= {"train_dataset": data, "validation_dataset": data}
+    made = run("README.md", [own], given)
+    assert made["result"].evaluation.macs_share == pytest.approx(0.5, abs=0.05)
+    assert made["sparse"](images).logits.shape == (20, 2)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_gate_your_own_network_runs_as_it_is_written() -> None:
+    page = "docs/gate_your_own_network.md"
+    assert len((ROOT / page).read_text().splitlines()) <= 110  # two screens
+    made = run(page, examples(page), {})
+    assert deepmoe.check(made["model"], made["images"][:2]).passed
+    shares = made["shares"]
+    assert shares[0] > shares[1] + 0.1 > shares[2] + 0.1  # MACs fall from the first epochs on
+    assert shares[-1] == pytest.approx(0.5, abs=0.02)
+    assert made["result"].evaluation.macs_share == pytest.approx(0.5, abs=0.02)
+    assert made["result"].evaluation.accuracy > 0.8
+    assert made["wide"].gating.widths == tuple(2 * w for w in made["model"].gating.widths)
+    with torch.no_grad():
+        outputs = [m.eval()(made["images"][:8]).logits for m in (made["model"], made["wide"])]
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
+    assert sorted(path.name for path in Path().iterdir()) == ["mine", "runs"]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore:.* stays ungated")
+def test_gate_your_own_network_is_right_about_networks_of_others() -> None:
+    page, timm = "docs/gate_your_own_network.md", third_party.timm()
+    (named,) = examples(page, "py")
+    names = {"deepmoe": deepmoe, "timm": timm, "images": torch.randn(1, 3, 64, 64)}
+    run(page, [named.replace("pretrained=True", "pretrained=False")], names)
+
+    network = timm.create_model("convnext_tiny", num_classes=10)
+    gating = deepmoe.gate(network, torch.randn(1, 3, 64, 64), where="all").gating
+    groups = [gating.graph.groups[number] for number in gating.gated]
+    layers = {path for group in groups for path in (*group.makers, *group.readers)}
+    assert not any(isinstance(network.get_submodule(path), nn.Conv2d) for path in layers)
+    share = f"{100 * gated_share(gating, 64):.0f} % of all MACs"
+    told = f"0 % of the MACs of its convolutions lie under gates, but {share}"
+    assert told in (ROOT / page).read_text()
+
+
+@pytest.fixture
+def zoo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A zoo to add to."""
+    monkeypatch.setattr(registry, "_MODELS", dict(registry._MODELS))
+
+
+@pytest.mark.usefixtures("zoo")
+def test_a_network_for_the_zoo_is_added_as_it_is_written() -> None:
+    made = run("docs/extending.md", examples("docs/extending.md"), {})
+    assert registry.model_entry("mynet").options == ["wide"]
+    assert made["model"].gating.widths == (64,)
+    assert deepmoe.check(made["model"], torch.randn(2, 3, 32, 32)).passed

@@ -43,7 +43,7 @@ def assert_outputs_close(one: DeepMoEOutput, other: DeepMoEOutput, **tolerance: 
 def test_embedding_and_heads_go_together() -> None:
     model = make("classes")
     with pytest.raises(ValueError, match="go together"):
-        DeepMoE(model.embedding, None, model.backbone)
+        DeepMoE(model.embedding, None, model.network, model.gating)
 
 
 def test_the_forward_pass_leaves_nothing_behind() -> None:

@@ -1,5 +1,6 @@
 """How much time skipped channels save: dense, sliced beforehand, dynamic and by codes."""
 
+import copy
 import resource
 import statistics
 from collections.abc import Callable, Iterable
@@ -11,16 +12,15 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.backbones import Backbone, Runner
 from deepmoe.bench.subjects import Subject
 from deepmoe.cuda_graphs import GraphCache, Work
 from deepmoe.model import DeepMoE, DeepMoEOutput
-from deepmoe.ops import add_to_stream, is_half
+from deepmoe.ops import is_half
 from deepmoe.sparse import Plan, sparsify
 from deepmoe.sparse.convolution import convolve_plainly
-from deepmoe.sparse.folding import FoldedLayer, fold
+from deepmoe.sparse.executors import FixedExecutor, Parts, parts_of_route, whole_network
+from deepmoe.sparse.program import Program, translate
 from deepmoe.sparse.route_groups import parts_by_route
-from deepmoe.sparse.runners import FixedRunner, layers_of_route
 from deepmoe.timing import timed
 
 TRIAL_ROUNDS = 3  # to find a contender's best way
@@ -92,16 +92,14 @@ class _Contenders:
         assert gates is not None
         self.density = sum((g > 0).float().mean().item() for g in gates) / len(gates)
         self.routes = len(parts_by_route(gates))
-        sliced = model.backbone.narrow([g[0] > 0 for g in gates])
-        kept = [g[0][g[0] > 0] for g in gates]
-        every = [torch.arange(len(g), device=self.device) for g in kept]
-        networks = {
-            "dense_wide": (model.backbone, fold(model.backbone, dtype)),
-            "dense_base": (subject.base, fold(subject.base, dtype)),
-            "presliced": (sliced, layers_of_route(fold(sliced, dtype), kept, every)),
-        }
-        for name, (wiring, layers) in networks.items():
-            self._add_dense(name, wiring, layers, compile_dense)
+        wide, base = (
+            translate(copy.deepcopy(m.network).eval(), m.gating, dtype)
+            for m in (model, subject.base)
+        )
+        self._add_dense("dense_wide", wide, whole_network(wide), compile_dense)
+        self._add_dense("dense_base", base, whole_network(base), compile_dense)
+        sliced = parts_of_route(wide, [g[0] for g in gates])
+        self._add_dense("presliced", wide, sliced, compile_dense)
         self.calls["masked"] = lambda: self._reference(model).logits
         self.dynamic = sparsify(model, dtype=dtype)
         self._add_sparse("dynamic", self.dynamic)
@@ -136,27 +134,25 @@ class _Contenders:
             output: DeepMoEOutput = model(self.subject.images)
             return output
 
-    def _add_dense(
-        self, name: str, wiring: Backbone, layers: dict[str, FoldedLayer], compile_: bool
-    ) -> None:
+    def _add_dense(self, name: str, program: Program, parts: Parts, compile_: bool) -> None:
         images = self.subject.images.to(self.dtype)
         ways: dict[str, Call] = {}
         for label, memory_format in (
             ("contiguous", torch.contiguous_format),
             ("channels last", torch.channels_last),
         ):
-            runner = PlainRunner(layers, memory_format)
+            executor = PlainExecutor(parts, memory_format)
             x = images.contiguous(memory_format=memory_format)
 
-            def eager(x: Tensor, runner: PlainRunner = runner) -> Tensor:
-                return wiring.wire(x, runner)
+            def eager(x: Tensor, executor: PlainExecutor = executor) -> Tensor:
+                return program.whole(executor, x)
 
             ways[label] = self._captured(eager, x)
             if compile_ and (self.device.type == "cpu" or label == "channels last"):
                 compiled = torch.compile(eager, dynamic=False)
                 ways[f"{label}, compiled"] = self._captured(compiled, x)
-        packed = FixedRunner(layers)  # the last x is channels last, as GPUs like it
-        self.calls[f"{name}_packed"] = self._captured(lambda x: wiring.wire(x, packed), x)
+        packed = FixedExecutor(parts)  # the last x is channels last, as GPUs like it
+        self.calls[f"{name}_packed"] = self._captured(lambda x: program.whole(packed, x), x)
         self.ways[name] = _fastest(ways, self.device)
         self.calls[name] = ways[self.ways[name]]
 
@@ -177,29 +173,27 @@ class _Contenders:
         return lambda: graphs.run(work)
 
 
-class PlainRunner(Runner):
+class PlainExecutor(FixedExecutor):
     """Folded layers by PyTorch's public operators: what a user would run without the engine."""
 
-    def __init__(self, layers: dict[str, FoldedLayer], memory_format: torch.memory_format) -> None:
+    def __init__(self, parts: Parts, memory_format: torch.memory_format) -> None:
         self.layers = {
             path: replace(layer, weight=layer.weight.contiguous(memory_format=memory_format))
             if layer.is_conv
             else layer
-            for path, layer in layers.items()
+            for path, layer in parts.layers.items()
         }
+        self.linears, self.norms, self.parameters = self.layers, parts.norms, parts.parameters
 
     def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
-        layer = self.layers[path]
-        return convolve_plainly(layer, layer.weight, x_BCHW)
+        return convolve_plainly(self.layers[path], self.layers[path].weight, x_BCHW)
 
-    def convolve_onto(
-        self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
-    ) -> Tensor:
-        return add_to_stream(stream_BCHW, self.convolve(path, x_BCHW), at)
-
-    def classify(self, path: str, x: Tensor) -> Tensor:
+    def convolve_onto(self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor) -> Tensor:
         layer = self.layers[path]
-        return self.convolve(path, x) if layer.is_conv else F.linear(x, layer.weight, layer.bias)
+        return convolve_plainly(layer, layer.weight, x_BCHW, stream_BCHW)
+
+    def max_pool(self, x_BCHW: Tensor, size: int, stride: int, padding: int = 0) -> Tensor:
+        return F.max_pool2d(x_BCHW, size, stride, padding)
 
 
 def _fastest(ways: dict[str, Call], device: torch.device) -> str:

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmoe.backbones import Backbone
-from deepmoe.bench.random_routes import routes_as_codebook, set_routes
-from deepmoe.checkpoint import load_checkpoint
-from deepmoe.config import EmbeddingConfig, apply_overrides
+from deepmoe.checkpoint import Checkpoint, load_checkpoint
+from deepmoe.config import EmbeddingConfig, RunConfig, apply_overrides
 from deepmoe.data import open_data
 from deepmoe.data.interface import Loader
 from deepmoe.errors import UserError
-from deepmoe.model import DeepMoE
-from deepmoe.registry import create_model, model_entry, model_from_config
+from deepmoe.model import DeepMoE, add_gates
+from deepmoe.random_routes import routes_as_codebook, set_routes
+from deepmoe.registry import create_model, list_models, model_from_config, usual_input
 from deepmoe.training import learn_codebook
 
 
@@ -26,13 +25,13 @@ class Subject:
     Args:
         dynamic: gated, without a codebook.
         coded: the same network with a codebook, if that mode is measured.
-        base: the base network at its own width.
+        base: the dense network at its own width.
         images: a batch of the model's input.
     """
 
     dynamic: DeepMoE
     coded: DeepMoE | None
-    base: Backbone
+    base: DeepMoE
     images: Tensor
 
 
@@ -47,7 +46,7 @@ def untrained_subject(
     options: dict[str, Any],
     seed: int = 0,
 ) -> Subject:
-    """A network of the zoo with random weights and random routes of a given density.
+    """A network with random weights and random routes of a given density.
 
     Args:
         name: of the model.
@@ -62,23 +61,33 @@ def untrained_subject(
     if not 0 <= density <= 1 or batch < 1 or (codes is not None and codes < 1):
         raise UserError("density lies from 0 to 1, and batch and codes are at least 1")
     torch.manual_seed(seed)
-    size = size or model_entry(name).input_size
-    model = create_model(name, **options).eval().to(device)
+    model = create_model(name, size=size, **options).eval().to(device)
+    size = size or usual_input(model)
     set_routes(model, size, density, seed=seed)
     coded = None
     if codes is not None:
-        embedding = EmbeddingConfig(form="latent", dim=codes)
-        coded = create_model(name, embedding=embedding, **options).eval().to(device)
-        coded.backbone = model.backbone
+        assert model.embedding is not None
+        widths = model.embedding.widths
+        embedding = EmbeddingConfig(form="latent", dim=codes, widths=widths)
+        coded = add_gates(model.network, model.gating, embedding, None, widths, model.source)
+        coded = coded.eval().to(device)
         set_routes(coded, size, density, seed=seed)
         coded = routes_as_codebook(coded)
     own_width = {key: v for key, v in options.items() if key not in ("wide", "widths")}
-    base = create_model(name, gates=None, **own_width).eval().to(device).backbone
-    return Subject(model, coded, base, torch.randn(batch, 3, *size, device=device))
+    base = create_model(name, gates=None, size=size, **own_width).eval().to(device)
+    return Subject(
+        model, coded, base, torch.randn(batch, model.gating.graph.colours, *size, device=device)
+    )
 
 
 def trained_subject(
-    checkpoint: Path, *, batch: int, codes: int | None, device: str, data: tuple[str, ...] = ()
+    checkpoint: Path,
+    *,
+    batch: int,
+    codes: int | None,
+    device: str,
+    data: tuple[str, ...] = (),
+    network: str | None = None,
 ) -> Subject:
     """A trained model with its own gates, on images of its evaluation data.
 
@@ -88,8 +97,9 @@ def trained_subject(
         codes: routes of a codebook to learn, where the model has none.
         device: to run on.
         data: changes of the configuration, such as `data.root=...`.
+        network: what makes its base network, where that is not of the zoo.
     """
-    loaded = load_checkpoint(checkpoint)
+    loaded = load_checkpoint(checkpoint, network=network)
     config = apply_overrides(loaded.config, data)
     if not loaded.model.gated:
         raise UserError(f"{checkpoint} holds a dense network: it has no channels to skip")
@@ -98,15 +108,23 @@ def trained_subject(
     )
     images = _first_images(opened.evaluation, batch)
     model = loaded.model.to(device).eval()
-    parts = (model.embedding, model.heads, model.backbone)
     coded = model if model.codebook is not None else None
     if coded is None and codes is not None:
         book = learn_codebook(model, opened.calibration, codes, loaded.info.size)
-        coded = DeepMoE(*parts, book, model.thresholds).to(device).eval()
-    plain = DeepMoE(*parts, thresholds=model.thresholds).eval()
+        coded = model.with_gates(codebook=book, thresholds=model.thresholds)
+    plain = model.with_gates(thresholds=model.thresholds)
+    base = _at_own_width(config, loaded)
+    return Subject(plain, coded, base.eval().to(device), images)
+
+
+def _at_own_width(config: RunConfig, loaded: Checkpoint) -> DeepMoE:
+    """The dense network that was made wide, or such a network itself."""
+    model = loaded.model
+    if config.model.name not in list_models():
+        source = replace(model.source, gates="none")
+        return DeepMoE(None, None, model.network, model.gating, source=source)
     own_width = replace(config.model, wide=1.0, widths=None)
-    base = model_from_config(replace(config, model=own_width).dense, loaded.info.classes)
-    return Subject(plain, coded, base.eval().to(device).backbone, images)
+    return model_from_config(replace(config, model=own_width).dense, loaded.info.classes)
 
 
 def _first_images(loader: Loader, count: int) -> Tensor:

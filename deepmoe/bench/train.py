@@ -90,7 +90,7 @@ class _Contender:
         stage: TrainingStage,
         folder: Path,
     ) -> None:
-        model = make_model(config, data.info.classes, fabric.device)
+        model = make_model(config, data.info, fabric.device)
         optimizer = make_optimizer(model, config)
         store = CheckpointStore(folder, keep=0)
         teachers = load_teachers(model, data.info, config)

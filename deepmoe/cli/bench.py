@@ -12,6 +12,7 @@ from deepmoe.cli.common import (
     as_typed,
     data_option,
     json_option,
+    network_option,
     parse_numbers,
     parse_size,
     save_option,
@@ -65,6 +66,7 @@ def bench_train_verb(
 @bench.command("sparse")
 @click.argument("model")
 @data_option
+@network_option
 @click.option("--wide", type=float, default=1.0, help="Factor on the gated widths.")
 @click.option("--block", help="Residual block: basic, bottleneck-a or bottleneck-b.")
 @click.option(
@@ -89,6 +91,7 @@ def bench_train_verb(
 def bench_sparse_verb(
     model: str,
     overrides: tuple[str, ...],
+    network: str | None,
     wide: float,
     block: str | None,
     density: str,
@@ -119,7 +122,7 @@ def bench_sparse_verb(
     device = choose_device(device).type
     trained = Path(model).is_file()
     given = click.get_current_context().get_parameter_source
-    unfit = ("wide", "block", "density", "size") if trained else ("overrides",)
+    unfit = ("wide", "block", "density", "size") if trained else ("overrides", "network")
     for name in unfit:
         if given(name) is click.core.ParameterSource.COMMANDLINE:
             option = {"size": "input", "overrides": "set"}.get(name, name)
@@ -133,7 +136,12 @@ def bench_sparse_verb(
     def subject(share: float | None, images: int) -> Subject:
         if share is None:
             return trained_subject(
-                Path(model), batch=images, codes=codes, device=device, data=overrides
+                Path(model),
+                batch=images,
+                codes=codes,
+                device=device,
+                data=overrides,
+                network=network,
             )
         return untrained_subject(
             model,

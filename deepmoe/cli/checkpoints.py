@@ -13,6 +13,7 @@ from deepmoe.cli.common import (
     as_typed,
     data_option,
     json_option,
+    network_option,
     parse_numbers,
     print_evaluation,
     save_option,
@@ -36,17 +37,22 @@ sparse_option = click.option(
 @click.command("eval")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @data_option
+@network_option
 @sparse_option
 @json_option
 def evaluate_checkpoint(
-    checkpoint: Path, overrides: tuple[str, ...], sparse: bool, as_json: bool
+    checkpoint: Path,
+    overrides: tuple[str, ...],
+    network: str | None,
+    sparse: bool,
+    as_json: bool,
 ) -> None:
     """Evaluate CHECKPOINT on the data it was trained for, or on what --set data... names."""
     import torch
 
     from deepmoe.evaluation import evaluate_on
 
-    opened = _open(checkpoint, overrides)
+    opened = _open(checkpoint, overrides, network)
     model, data = opened.checkpoint.model, opened.data
     if sparse:
         from deepmoe.sparse import sparsify
@@ -66,6 +72,7 @@ def evaluate_checkpoint(
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @data_option
+@network_option
 @click.option(
     "--thresholds",
     default="0,0.25,0.5,0.75,1,1.25,1.5",
@@ -81,6 +88,7 @@ def evaluate_checkpoint(
 def curve(
     checkpoint: Path,
     overrides: tuple[str, ...],
+    network: str | None,
     thresholds: str,
     refit_norms: bool,
     plot: Path | None,
@@ -98,7 +106,7 @@ def curve(
         raise UserError("--thresholds must not be negative")
     if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
         raise UserError(f"--plot takes a .png in a folder that is there, not {plot}")
-    opened = _open(checkpoint, overrides)
+    opened = _open(checkpoint, overrides, network)
     loaded, data = opened.checkpoint, opened.data
     if data.info.task != "classification":
         raise UserError("curve takes models that classify images")
@@ -137,9 +145,15 @@ def curve(
     "--out", required=True, type=click.Path(path_type=Path), help="The new checkpoint, a file."
 )
 @data_option
+@network_option
 @json_option
 def cut(
-    checkpoint: Path, share: float, out: Path, overrides: tuple[str, ...], as_json: bool
+    checkpoint: Path,
+    share: float,
+    out: Path,
+    overrides: tuple[str, ...],
+    network: str | None,
+    as_json: bool,
 ) -> None:
     """Make a cheaper model of CHECKPOINT: its least important channels go, norms are refitted."""
     from deepmoe.checkpoint import save_checkpoint
@@ -149,7 +163,7 @@ def cut(
         raise UserError(f"{out} is there already: choose another --out")
     if not 0 < share <= MOST_SHARE:
         raise UserError(f"--macs is a share of the dense MACs, such as 0.4, not {share:g}")
-    opened = _open(checkpoint, overrides)
+    opened = _open(checkpoint, overrides, network)
     loaded, data = opened.checkpoint, opened.data
     if data.info.task != "classification":
         raise UserError("cut takes models that classify images")
@@ -167,9 +181,16 @@ def cut(
 @click.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
+@network_option
 @sparse_option
 @json_option
-def predict(checkpoint: Path, images: tuple[Path, ...], sparse: bool, as_json: bool) -> None:
+def predict(
+    checkpoint: Path,
+    images: tuple[Path, ...],
+    network: str | None,
+    sparse: bool,
+    as_json: bool,
+) -> None:
     """Classify IMAGES with CHECKPOINT, and tell what each one cost.
 
     Images that can't be read are reported; the others are still classified.
@@ -179,7 +200,7 @@ def predict(checkpoint: Path, images: tuple[Path, ...], sparse: bool, as_json: b
     from deepmoe.evaluation import Prediction, Unanswered
     from deepmoe.evaluation import predict as predict_images
 
-    loaded = load_checkpoint(checkpoint)
+    loaded = load_checkpoint(checkpoint, network=network)
     if sparse:
         from deepmoe.sparse import Plan, sparsify
 
@@ -217,7 +238,7 @@ class _Opened(NamedTuple):
         return autocast(self.device, self.precision)
 
 
-def _open(checkpoint: Path, overrides: tuple[str, ...]) -> _Opened:
+def _open(checkpoint: Path, overrides: tuple[str, ...], network: str | None) -> _Opened:
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.config import apply_overrides
     from deepmoe.data import open_data
@@ -228,7 +249,7 @@ def _open(checkpoint: Path, overrides: tuple[str, ...]) -> _Opened:
             raise UserError(
                 f"--set changes data..., train.device and train.precision here, not {item}"
             )
-    loaded = load_checkpoint(checkpoint)
+    loaded = load_checkpoint(checkpoint, network=network)
     config = apply_overrides(loaded.config, overrides)
     trained_on, asked = loaded.config.data, config.data
     if asked.holdout not in (0, trained_on.holdout) and asked.name == trained_on.name:

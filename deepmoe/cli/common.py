@@ -27,6 +27,11 @@ data_option = click.option(
     multiple=True,
     help="Change what it runs on, such as data.root=PATH: data.*, train.device, train.precision.",
 )
+network_option = click.option(
+    "--network",
+    metavar="NAME",
+    help="What makes the base network, where it is not of the zoo: timm:NAME, package:factory, ...",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 save_option = click.option(
     "--save",

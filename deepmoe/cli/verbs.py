@@ -1,13 +1,14 @@
 """All verbs together. Each imports what it needs when it is called, so that --help stays quick."""
 
 import sys
+import warnings
 from typing import Any
 
 import click
 
 from deepmoe.cli.bench import bench
 from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint, predict
-from deepmoe.cli.models import config, macs, models
+from deepmoe.cli.models import config, describe, macs, models
 from deepmoe.cli.sweep import sweep
 from deepmoe.cli.training import quickstart, train
 from deepmoe.console import complain, drop_output, say
@@ -20,6 +21,7 @@ class Verbs(click.Group):
     """Turns mistakes into one clear sentence; anything else is a bug and keeps its traceback."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
+        warnings.showwarning = _show_warning
         try:
             return super().main(*arguments, **{**options, "standalone_mode": False})
         except click.exceptions.NoArgsIsHelpError as error:
@@ -49,6 +51,11 @@ class Verbs(click.Group):
         sys.exit(code)
 
 
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """What a user should know, without the line of code that says it."""
+    complain(f"Warning: {str(message).partition(chr(10))[0]}")
+
+
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="deepmoe")
 def main() -> None:
@@ -63,6 +70,7 @@ for verb in (
     cut,
     sweep,
     bench,
+    describe,
     macs,
     models,
     config,

@@ -6,6 +6,7 @@ from deepmoe.data.interface import Batch, DataSource, Loader
 from deepmoe.data.loader import BatchLoader, Shard, derive_seed
 from deepmoe.data.source import open_data
 from deepmoe.data.split import Split
+from deepmoe.data.torch_datasets import open_datasets
 
 __all__ = [
     "Batch",
@@ -17,5 +18,6 @@ __all__ = [
     "Split",
     "derive_seed",
     "open_data",
+    "open_datasets",
     "read_image",
 ]

@@ -25,7 +25,7 @@ from deepmoe.data.segmentation_files import (
 from deepmoe.data.workers import WorkerLoader
 from deepmoe.errors import UserError
 
-# Of ImageNet, on which backbones for segmentation are trained first.
+# Of ImageNet, on which networks for segmentation are trained first.
 MEAN_COLOUR = tuple(round(255 * mean) for mean in IMAGENET_MEAN)
 
 EVALUATION_BATCH = 8

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from deepmoe.config import DataConfig
+from deepmoe.config import GIVEN, DataConfig
 from deepmoe.data.cifar import read_cifar
 from deepmoe.data.digits import DIGITS_SIZE, read_digits
 from deepmoe.data.image_folder import open_image_folder
@@ -42,6 +42,11 @@ def open_data(
     Raises:
         UserError: where the data is missing, damaged or not what it should be.
     """
+    if config.name == GIVEN:
+        raise UserError(
+            "the data was given as torch datasets, which no file can name: "
+            "set data.name and data.root, or call fit or evaluate with datasets"
+        )
     if config.name in _OPEN_FILES:
         source = _OPEN_FILES[config.name](
             config, batch_size=batch_size, seed=seed, device=device, shard=shard, info=info

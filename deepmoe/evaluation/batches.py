@@ -7,7 +7,8 @@ from torch import Tensor
 
 from deepmoe.costs import active_share, count_macs
 from deepmoe.errors import UserError
-from deepmoe.model import DeepMoE, DeepMoEOutput, evaluation_mode
+from deepmoe.graph import evaluation_mode
+from deepmoe.model import DeepMoE, DeepMoEOutput
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 """Normalised images and their labels."""

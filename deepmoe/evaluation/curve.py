@@ -54,7 +54,7 @@ def cost_curve(
 
 
 def _check_gates(model: DeepMoE) -> None:
-    if not model.gated or not sum(model.backbone.gate_widths):
+    if not model.gated or not sum(model.gating.widths):
         raise UserError("a dense network has no gates, so that its cost can't be changed")
     if model.codebook is not None:
         raise UserError("the routes of a codebook are fixed: its cost can't be changed")
@@ -65,7 +65,7 @@ def _with_thresholds(model: DeepMoE, thresholds_C: Tensor, refit: Loader | None)
     if model.thresholds is not None:
         thresholds_C = torch.maximum(thresholds_C, model.thresholds)
     if refit is None:
-        return DeepMoE(model.embedding, model.heads, model.backbone, thresholds=thresholds_C)
+        return model.with_gates(thresholds=thresholds_C)
     cut = copy.deepcopy(model)
     cut.thresholds = thresholds_C
     # As they are, images would have other statistics than the network was trained with.
@@ -75,7 +75,7 @@ def _with_thresholds(model: DeepMoE, thresholds_C: Tensor, refit: Loader | None)
 
 def _mean_open_gates(model: DeepMoE, batches: Batches) -> Tensor:
     """The mean of each layer's open gates, one number a channel."""
-    widths = model.backbone.gate_widths
+    widths = model.gating.widths
     sums, opened = torch.zeros(2, len(widths), dtype=torch.float64)
     for x_BCHW, _ in batches_for(model, batches):
         gates, _ = model.route(x_BCHW)

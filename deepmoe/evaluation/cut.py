@@ -38,7 +38,7 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
         raise UserError("a dense network has no gates, so that its cost can't be changed")
     if not isinstance(model.heads, GateHeads) and model.codebook is None:
         raise UserError("cut closes gates of relu heads or a codebook, and this model has neither")
-    widths, dense = model.backbone.gate_widths, count_costs(model, size).macs
+    widths, dense = model.gating.widths, count_costs(model, size).macs
     gates_NC, importance_C = _judged(model, batches)
     ranks = [
         of_layer.argsort().argsort() / len(of_layer) for of_layer in importance_C.split(widths)
@@ -75,7 +75,7 @@ def _judged(model: DeepMoE, batches: Batches) -> tuple[Tensor, Tensor]:
         assert gates is not None
         with torch.enable_grad():
             gates = tuple(g.requires_grad_() for g in gates)
-            logits = model.backbone(x_BCHW, gates).float()
+            logits = model.gating(model.network, x_BCHW, gates).float()
             loss = F.cross_entropy(logits / TEMPERATURE, labels, reduction="sum")
         slopes = torch.autograd.grad(loss, gates)
         g_BC, slope_BC = torch.cat(gates, dim=1).detach(), torch.cat(slopes, dim=1)
@@ -87,7 +87,7 @@ def _judged(model: DeepMoE, batches: Batches) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def refit_norms(model: DeepMoE, batches: Batches) -> None:
     """Measures mean and variance of the base network's layers on given images."""
-    norms = [m for m in model.backbone.modules() if isinstance(m, nn.BatchNorm2d)]
+    norms = [m for m in model.network.modules() if isinstance(m, nn.BatchNorm2d)]
     momenta, seen = [norm.momentum for norm in norms], 0
     for norm in norms:
         norm.reset_running_stats()

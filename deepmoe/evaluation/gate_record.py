@@ -36,13 +36,12 @@ def collect_gates(model: DeepMoE, batches: Batches, class_names: tuple[str, ...]
         row = (labels, output.logits.argmax(dim=1), macs, *output.gates)
         rows.append([tensor.cpu().numpy() for tensor in row])
     columns = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
-    layers = [layer for layer in model.backbone.layers(*size) if layer.out_gate is not None]
     return GateRecord(
         labels=columns[0],
         predictions=columns[1],
         macs=columns[2],
         gates=tuple(columns[3:]),
-        layer_names=tuple(layer.path for layer in layers),
+        layer_names=model.gating.names,
         class_names=class_names,
         dense_macs=count_costs(model, size).macs,
     )

@@ -7,8 +7,10 @@ from pathlib import Path
 import torch
 
 from deepmoe.checkpoint import Checkpoint
+from deepmoe.config import GIVEN
 from deepmoe.costs import active_share, count_macs
 from deepmoe.data import read_image
+from deepmoe.data.torch_datasets import UNKNOWN_STD
 from deepmoe.errors import UserError
 
 
@@ -44,6 +46,11 @@ def predict(checkpoint: Checkpoint, images: Sequence[str | Path]) -> list[Predic
     if checkpoint.info.task != "classification":
         task = checkpoint.info.task
         raise UserError(f"predict classifies images, but this model was trained for {task}")
+    if checkpoint.config.data.name == GIVEN and checkpoint.info.std == UNKNOWN_STD:
+        raise UserError(
+            "the model learnt from datasets that did not say how images are normalised: "
+            "train it with fit(..., info=DataInfo(...))"
+        )
     checkpoint.model.check_finite()
     answers: list[Prediction | Unanswered] = []
     for path in images:

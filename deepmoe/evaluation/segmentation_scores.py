@@ -65,8 +65,8 @@ def evaluate_segmentation(
     """
     model.check_finite()
     classes = len(class_names)
-    if classes != model.backbone.classes:
-        raise UserError(f"the model has {model.backbone.classes} classes, not {classes}")
+    if classes != model.classes:
+        raise UserError(f"the model has {model.classes} classes, not {classes}")
     device = next(model.parameters()).device
     counts = torch.zeros(classes, classes, dtype=torch.int64, device=device)
     sums = torch.zeros(5, dtype=torch.float64, device=device)  # loss, MACs, active, dense, images

@@ -21,7 +21,7 @@ class RouteCodebook(nn.Module):
     Args:
         codes_KC: gates of each code, over the channels of all layers in order; not negative.
         weight_C: what a channel counts for in the distance, such as its cost.
-        widths: channels of each gated convolution.
+        widths: gates of each gated group of channels.
     """
 
     codes: Tensor

@@ -4,12 +4,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepmoe.errors import UserError
-from deepmoe.layers.description import Layer, linear_layer
-from deepmoe.layers.gated_conv import GatedConv
 from deepmoe.ops import at_least_single
 
 CIFAR_WIDTHS = (64, 64, 128, 256)
 IMAGENET_WIDTHS = (16, 32, 64, 128, 256)  # 1.6 % of ResNet-50's MACs
+
+
+class ConvNormReLU(nn.Module):
+    """A 3x3 convolution of stride 2, batch norm, ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(outputs)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return F.relu(self.bn(self.conv(x_BCHW)))
 
 
 class ShallowEmbedding(nn.Module):
@@ -23,6 +33,7 @@ class ShallowEmbedding(nn.Module):
         widths: output channels of each convolution; four for 32 px, five for 224 px.
         task_gradient: whether it also learns through what is made of the mixture weights. If not,
             the base network can't use it to know its training images by heart.
+        colours: channels of the images.
     """
 
     def __init__(
@@ -33,6 +44,7 @@ class ShallowEmbedding(nn.Module):
         dim: int = 32,
         widths: tuple[int, ...] = CIFAR_WIDTHS,
         task_gradient: bool = True,
+        colours: int = 3,
     ) -> None:
         super().__init__()
         if form not in ("classes", "latent"):
@@ -40,11 +52,12 @@ class ShallowEmbedding(nn.Module):
         if not widths or min(widths) < 1:
             raise UserError(f"the embedding needs widths of at least 1, not {list(widths)}")
         self.form = form
+        self.widths = widths
         self.task_gradient = task_gradient
         self.dim = classes if form == "classes" else dim
-        inputs = (3, *widths[:-1])
+        inputs = (colours, *widths[:-1])
         self.convs = nn.Sequential(
-            *(GatedConv(i, o, 3, stride=2) for i, o in zip(inputs, widths, strict=True))
+            *(ConvNormReLU(i, o) for i, o in zip(inputs, widths, strict=True))
         )
         self.project = nn.Linear(widths[-1], self.dim)
         self.classifier: nn.Module = nn.Identity()
@@ -68,14 +81,13 @@ class ShallowEmbedding(nn.Module):
             logits = self.classifier(e_BD.to(self.project.weight.dtype))
         return e_BD if self.task_gradient else e_BD.detach(), logits
 
-    def layers(self, height: int, width: int) -> list[Layer]:
-        """Every convolution and linear layer, for an input of this size."""
-        found, size = [], (height, width)
-        for i, conv in enumerate(self.convs):
-            assert isinstance(conv, GatedConv)
-            size = conv.output_size(*size)
-            found.append(conv.describe(f"convs.{i}", size))
-        found.append(linear_layer("project", self.project))
+    def macs(self, height: int, width: int) -> int:
+        """MACs of one image of this size."""
+        total = self.project.weight.numel()
         if isinstance(self.classifier, nn.Linear):
-            found.append(linear_layer("classifier", self.classifier))
-        return found
+            total += self.classifier.weight.numel()
+        for block in self.convs:
+            assert isinstance(block, ConvNormReLU)
+            height, width = -(-height // 2), -(-width // 2)
+            total += block.conv.weight.numel() * height * width
+        return total

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deepmoe.errors import UserError
 
 Gates = tuple[Tensor, ...]
-"""One g_BC tensor for each gated convolution, in the order of the backbone's `gate_widths`."""
+"""One g_BC tensor for each gated group of channels, in the order of `Gating.widths`."""
 
 
 class GateHeads(nn.Module):
@@ -22,7 +22,7 @@ class GateHeads(nn.Module):
 
     Args:
         dim: number of mixture weights.
-        widths: channels of each gated convolution.
+        widths: gates of each gated group of channels.
         init: see `initialise`.
     """
 
@@ -62,7 +62,7 @@ class NoisyTopKHeads(nn.Module):
 
     Args:
         dim: number of mixture weights.
-        widths: channels of each gated convolution.
+        widths: gates of each gated group of channels.
         share: share of each layer's channels that is kept; at least one is.
         init: of W, as in `GateHeads`; `ones` and `split` would tie channels, and are refused.
     """
@@ -78,6 +78,7 @@ class NoisyTopKHeads(nn.Module):
                 f"the share of kept channels must be above 0 and at most 1, not {share}"
             )
         self.widths = list(widths)
+        self.share = share
         self.kept = [max(1, round(share * width)) if width else 0 for width in widths]
         self.weight = nn.Parameter(torch.empty(sum(widths), dim))
         self.noise_weight = nn.Parameter(torch.zeros(sum(widths), dim))

@@ -1,16 +1,15 @@
 """Each code of a route codebook as a small network of its own; a batch is grouped by code."""
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from deepmoe.backbones import Backbone
 from deepmoe.cuda_graphs import GraphCache, Work, one_after_another
-from deepmoe.sparse.folding import FoldedLayer
-from deepmoe.sparse.runners import SmallNetwork
+from deepmoe.sparse.executors import SmallNetwork
+from deepmoe.sparse.program import Program
 
 # A captured network serves groups of one size: with fewer sizes it comes up again more often.
 MULTIPLE_OF_IMAGES = 4
@@ -20,23 +19,20 @@ class CodeNetworks:
     """The small networks of all codes, made on first use and kept under a memory limit.
 
     Args:
-        backbone: how the layers are connected.
-        layers: of the whole network.
-        codes: for each gated convolution, the gates of all codes.
+        program: of the whole network.
+        codes: for each gated group, the gates of all codes.
         memory_limit: in bytes; beyond it, the network used least recently is dropped.
         graphs: captures and runs networks on a GPU; `None` elsewhere.
     """
 
     def __init__(
         self,
-        backbone: Backbone,
-        layers: Mapping[str, FoldedLayer],
+        program: Program,
         codes: Sequence[Tensor],
         memory_limit: int | None,
         graphs: GraphCache | None,
     ) -> None:
-        self.backbone = backbone
-        self.layers = layers
+        self.program = program
         self.codes = codes
         self.numbers = torch.arange(len(codes[0]), device=codes[0].device)
         self.memory_limit = memory_limit
@@ -83,7 +79,7 @@ class CodeNetworks:
         """The network of a code, from the cache or made anew."""
         if code not in self.networks:
             gates = [g[code] for g in self.codes]
-            self.networks[code] = SmallNetwork(self.backbone, self.layers, gates)
+            self.networks[code] = SmallNetwork(self.program, gates)
         self.networks.move_to_end(code)
         self._make_room()
         return self.networks[code]

@@ -1,5 +1,7 @@
 """Copies the weights of active rows and columns out of a layer, into memory that is used again."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ class Collector:
             return part.index_select(1, ins)
         from deepmoe.sparse import numba_kernels
 
-        outs = torch.arange(len(weight)) if outs is None else outs
+        outs = _every(len(weight)) if outs is None else outs
         out = self._room_for(weight, (len(outs), len(ins), *weight.shape[2:]))
         taps = weight.shape[2] * weight.shape[3]
         sizes = (weight.shape[1], taps, len(outs), len(ins))
@@ -48,6 +50,11 @@ class Collector:
             self.memory = weight.new_empty(max(count, self.memory.numel()))
         outs, ins, height, width = shape
         return self.memory[:count].view(outs, height, width, ins).permute(0, 3, 1, 2)
+
+
+@cache
+def _every(count: int) -> Tensor:
+    return torch.arange(count)
 
 
 def _on_gpu(weight: Tensor, outs: Tensor | None, ins: Tensor | None) -> Tensor:

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from deepmoe.ops import is_half, scale_channels
 from deepmoe.sparse.few_inputs import ImageConvolution, has_triton
-from deepmoe.sparse.folding import FoldedLayer
+from deepmoe.sparse.folding import ACTIVATIONS, FoldedLayer
+
+# What oneDNN calls activations, and the numbers that it takes with them.
+IN_ONEDNN: dict[str, tuple[str, list[float]]] = {
+    "": ("none", []),
+    "relu": ("relu", []),
+    "relu6": ("hardtanh", [0.0, 6.0]),
+    "silu": ("swish", []),
+    "hardswish": ("hardswish", []),
+}
 
 
 class Convolution:
@@ -31,17 +40,17 @@ class Convolution:
     def __call__(
         self, x_BCHW: Tensor, onto_BCHW: Tensor | None = None, gate_BC: Tensor | None = None
     ) -> Tensor:
-        """The convolution with its ReLU.
+        """The convolution with what is added to it, and its ReLU.
 
         Args:
             x_BCHW: its input.
-            onto_BCHW: gives relu(onto + convolution).
+            onto_BCHW: added before the ReLU.
             gate_BC: multiplies the channels at last; not together with `onto_BCHW`.
         """
         assert onto_BCHW is None or gate_BC is None
         if self.images is not None:
             x_BCHW = self.images.patches_of(x_BCHW)
-        elif not self.packed and onednn_runs(x_BCHW) and self.weight.numel():
+        elif not self.packed and onednn_runs(x_BCHW):
             self._pack(x_BCHW)
         if gate_BC is None:
             return convolve(self.layer, self.weight, x_BCHW, onto_BCHW)
@@ -54,7 +63,7 @@ class Convolution:
             list(layer.padding),
             list(layer.stride),
             list(layer.dilation),
-            1,
+            layer.groups,
             x_BCHW.shape,
         )
         self.packed = True
@@ -67,36 +76,63 @@ def convolve(
     layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, onto_BCHW: Tensor | None = None
 ) -> Tensor:
     """A convolution of the layer's geometry, bias and ReLU with these weights."""
-    if not weight.numel():
-        return _without_weights(layer, x_BCHW, onto_BCHW)
     if onednn_runs(x_BCHW):
         return _by_onednn(layer, weight, x_BCHW, onto_BCHW)
-    if (layer.relu or onto_BCHW is not None) and cudnn_runs(x_BCHW):
+    if layer.relu and layer.groups == 1 and cudnn_runs(x_BCHW):
         return _by_cudnn(layer, weight, x_BCHW, onto_BCHW)
     return convolve_plainly(layer, weight, x_BCHW, onto_BCHW)
 
 
 def convolve_gated(layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, gate_BC: Tensor) -> Tensor:
     """The same, its channels multiplied by gates."""
-    if not cudnn_runs(x_BCHW) or not weight.numel():
+    if not cudnn_runs(x_BCHW):
         return scale_channels(convolve(layer, weight, x_BCHW), gate_BC)
     from deepmoe.sparse.triton_kernels import finish_
 
     # The gates take a pass over the output in any case, and it may as well add the bias.
-    y = F.conv2d(x_BCHW, weight, None, layer.stride, layer.padding, layer.dilation)
+    y = F.conv2d(x_BCHW, weight, None, layer.stride, layer.padding, layer.dilation, layer.groups)
     y = y.contiguous(memory_format=torch.channels_last)
-    return finish_(y, bias=layer.bias, gate=gate_BC, relu=layer.relu)
+    if layer.activation in ("", "relu"):
+        return finish_(y, bias=layer.bias, gate=gate_BC, relu=layer.relu)
+    return scale_channels(layer.activate_other(finish_(y, bias=layer.bias)), gate_BC)
 
 
 def convolve_plainly(
     layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, onto_BCHW: Tensor | None = None
 ) -> Tensor:
     """The same by PyTorch's own operators, one after the other."""
-    relu = layer.relu or onto_BCHW is not None
-    y = F.conv2d(x_BCHW, weight, layer.bias, layer.stride, layer.padding, layer.dilation)
+    y = F.conv2d(
+        x_BCHW, weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups
+    )
     if onto_BCHW is not None:
         y = y + onto_BCHW
-    return F.relu(y, inplace=True) if relu else y
+    return ACTIVATIONS[layer.activation](y)
+
+
+def is_product(layer: FoldedLayer, x_BCHW: Tensor) -> bool:
+    """Whether a convolution is a product of matrices, on a CPU: that takes weights as they lie."""
+    return (
+        x_BCHW.device.type == "cpu"
+        and layer.groups == 1
+        and layer.weight.shape[2:] == (1, 1)
+        and layer.stride == (1, 1)
+        and layer.padding == (0, 0)
+    )
+
+
+def convolve_as_product(
+    weight_OI: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    x_BCHW: Tensor,
+    onto_BCHW: Tensor | None = None,
+) -> Tensor:
+    """The same as `convolve`, for an input that lies channels last."""
+    y_BHWC = F.linear(x_BCHW.permute(0, 2, 3, 1), weight_OI, bias)
+    y_BCHW = y_BHWC.permute(0, 3, 1, 2)
+    if onto_BCHW is not None:
+        y_BCHW = y_BCHW.add_(onto_BCHW)
+    return ACTIVATIONS[activation](y_BCHW)
 
 
 def onednn_runs(x: Tensor) -> bool:
@@ -131,7 +167,7 @@ def _is_right(fused: Callable[..., Tensor], device: torch.device, dtype: torch.d
         return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
     x, onto = random(2, 8, 6, 6), random(2, 8, 6, 6)
-    layer = FoldedLayer(random(8, 8, 3, 3), random(8), padding=(1, 1), relu=True)
+    layer = FoldedLayer(random(8, 8, 3, 3), random(8), padding=(1, 1), activation="relu")
     try:
         return all(
             torch.allclose(
@@ -149,15 +185,16 @@ def _is_right(fused: Callable[..., Tensor], device: torch.device, dtype: torch.d
 def _by_onednn(
     layer: FoldedLayer, weight: Tensor, x_BCHW: Tensor, onto_BCHW: Tensor | None
 ) -> Tensor:
-    shape = (layer.padding, layer.stride, layer.dilation, 1)
+    shape = (layer.padding, layer.stride, layer.dilation, layer.groups)
     if onto_BCHW is None:
-        after = "relu" if layer.relu else "none"
         return torch.ops.mkldnn._convolution_pointwise(
-            x_BCHW, weight, layer.bias, *shape, after, [], ""
+            x_BCHW, weight, layer.bias, *shape, *IN_ONEDNN[layer.activation], ""
         )
-    return torch.ops.mkldnn._convolution_pointwise.binary(
-        x_BCHW, onto_BCHW, weight, layer.bias, *shape, "add", 1.0, "relu", [], ""
+    after = "relu" if layer.relu else None
+    y = torch.ops.mkldnn._convolution_pointwise.binary(
+        x_BCHW, onto_BCHW, weight, layer.bias, *shape, "add", 1.0, after, [], ""
     )
+    return layer.activate_other(y)
 
 
 def _by_cudnn(
@@ -167,13 +204,3 @@ def _by_cudnn(
     if onto_BCHW is None:
         return torch.cudnn_convolution_relu(x_BCHW, weight, layer.bias, *shape)
     return torch.cudnn_convolution_add_relu(x_BCHW, weight, onto_BCHW, 1.0, layer.bias, *shape)
-
-
-def _without_weights(layer: FoldedLayer, x_BCHW: Tensor, onto_BCHW: Tensor | None) -> Tensor:
-    """The sum over no channels: the bias alone."""
-    size = layer.output_size(x_BCHW.shape[-2], x_BCHW.shape[-1])
-    bias = layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
-    y = bias[:, None, None].expand(len(x_BCHW), -1, *size)
-    if onto_BCHW is not None:
-        return F.relu(onto_BCHW + y)
-    return F.relu(y) if layer.relu else y

@@ -29,7 +29,7 @@ def direct_runs(layer: FoldedLayer, x_BCHW: Tensor) -> bool:
     """Whether a layer can be run this way."""
     if x_BCHW.device.type != "cpu" or x_BCHW.dtype != torch.float32 or len(x_BCHW) != 1:
         return False
-    if layer.weight[0, 0].numel() > MOST_TAPS:
+    if layer.groups > 1 or layer.weight[0, 0].numel() > MOST_TAPS:
         return False
     return math.prod(layer.output_size(*x_BCHW.shape[2:])) >= FEWEST_POSITIONS
 
@@ -207,7 +207,7 @@ class DirectConvolution:
             order = (groups, blocks, 1, groups)
         else:
             order = (1, blocks, blocks, groups)
-        least = ZERO if self.layer.relu or onto is not None else MINUS_INFINITY
+        least = ZERO if self.layer.relu else MINUS_INFINITY
         run_on_threads(
             direct_kernel(taps, tile, onto is not None),
             groups * blocks,
@@ -218,6 +218,7 @@ class DirectConvolution:
             ],
         )
         strides = (outputs * step, step, form.width, 1)
+        self.layer.activate_other(out)
         return out.as_strided((1, outputs, *form.out), strides)
 
     def _input(self, x_BCHW: Tensor) -> tuple[Tensor, int]:

@@ -1,6 +1,6 @@
 """Runs the active channels of any route: collects weights as it goes, keeps activations compact."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -9,15 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.backbones import Backbone
+from deepmoe.graph.gating import gates_at, times
 from deepmoe.layers import Gates
-from deepmoe.ops import add_to_stream, scale_channels
+from deepmoe.ops import scale_channels
 from deepmoe.sparse.collect import Collector
-from deepmoe.sparse.convolution import convolve
+from deepmoe.sparse.convolution import convolve, convolve_as_product, is_product
 from deepmoe.sparse.direct import DirectConvolution, Forms, direct_runs
+from deepmoe.sparse.executors import Executor, FixedExecutor, Selection
 from deepmoe.sparse.folding import FoldedLayer
 from deepmoe.sparse.planner import Planner, in_words
-from deepmoe.sparse.runners import EngineRunner, FixedRunner, stream_channels
+from deepmoe.sparse.program import Program
 from deepmoe.sparse.stream import StreamedWeights, stream_pays
 
 Case = tuple[str, int, int, int, int, int]  # path, images, height, width, densities
@@ -31,28 +32,27 @@ class DynamicNetwork:
     """A base network that runs only the channels a route asks for.
 
     Args:
-        backbone: how the layers are connected.
-        layers: all channels.
+        program: of all channels.
         whole: the layers that no gate touches run from here.
         plan: of ways to run each convolution; `None` measures.
     """
 
     def __init__(
         self,
-        backbone: Backbone,
-        layers: Mapping[str, FoldedLayer],
-        whole: FixedRunner,
+        program: Program,
+        whole: FixedExecutor,
         plan: Mapping[str, str] | None = None,
     ) -> None:
-        self.backbone = backbone
-        self.layers = layers
+        self.program = program
         self.whole = whole
+        self.is_grouped = any(layer.groups > 1 for layer in program.layers.values())
         self.planner: Planner[Case] = Planner(PREFERRED, plan)
         self.decided: dict[tuple[int, ...], tuple[int, str]] = {}  # for each size of inputs
         self.collector = Collector()
         self.direct: dict[tuple[str, tuple[int, ...]], DirectConvolution] = {}
         self.forms: Forms = {}  # of the inputs of direct convolutions
         self.streamed: dict[str, StreamedWeights] = {}
+        self.by_input: dict[str, Tensor] = {}  # weights of 1x1 convolutions, the other way round
 
     def __call__(self, x_BCHW: Tensor, gates: Gates, size: tuple[int, int]) -> Tensor:
         """Logits of images that all take the same route: their gates are zero at the same places.
@@ -62,10 +62,7 @@ class DynamicNetwork:
             gates: of these images.
             size: of the images.
         """
-        active = [g[0].nonzero().flatten() for g in gates]
-        dtype = x_BCHW.dtype  # which kernels take gates to have
-        values = [g.index_select(1, a).to(dtype) for g, a in zip(gates, active, strict=True)]
-        return self.backbone.wire_gated(x_BCHW, _DynamicRunner(self, active, values), size)
+        return self.program.go_on(_DynamicExecutor(self, gates, x_BCHW.dtype), x_BCHW, size)
 
     def way_of(self, case: Case) -> str | None:
         """How a case is run, once that is decided.
@@ -102,62 +99,91 @@ class DynamicNetwork:
             self.direct.clear()
             self.forms.clear()
         if key not in self.direct:
-            self.direct[key] = DirectConvolution(self.layers[path], size, self.forms)
+            self.direct[key] = DirectConvolution(self.program.layers[path], size, self.forms)
         return self.direct[key]
+
+    def weight_by_input(self, path: str) -> Tensor:
+        """A 1x1 convolution's weights with a row for each input, made on first use."""
+        if path not in self.by_input:
+            self.by_input[path] = self.program.layers[path].weight.flatten(1).T.contiguous()
+        return self.by_input[path]
 
     def streamed_weights(self, path: str) -> StreamedWeights:
         """The layer's weights in the layout that is read row by row, made on first use."""
         if path not in self.streamed:
-            self.streamed[path] = StreamedWeights(self.layers[path])
+            self.streamed[path] = StreamedWeights(self.program.layers[path])
         return self.streamed[path]
 
 
-class _DynamicRunner(EngineRunner):
-    """One pass through the network for one route."""
+class _DynamicExecutor(Executor):
+    """One pass through the network for one route.
 
-    def __init__(
-        self, network: DynamicNetwork, active: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> None:
-        self.network = network
-        self.active = active
-        self.values = values
+    Args:
+        network: to run.
+        gates: of images that are zero at the same places.
+        dtype: that kernels take gates to have.
+    """
+
+    def __init__(self, network: DynamicNetwork, gates: Gates, dtype: torch.dtype) -> None:
+        self.network, self.program = network, network.program
+        self.gates = gates
+        active = [_at_least_one(g[0].nonzero().flatten()) for g in gates]
+        self.select = Selection(active, [g.shape[1] for g in gates])
+        self.values = [g.index_select(1, a).to(dtype) for g, a in zip(gates, active, strict=True)]
 
     def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
-        layer = self.network.layers[path]
-        if layer.in_gate is None and layer.out_gate is None:
-            return self.network.whole.convolve(path, x_BCHW)
-        return self._run(path, layer, x_BCHW, None)
+        return self._run(path, x_BCHW, None)
 
-    def convolve_onto(
-        self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor, at: Tensor | None
-    ) -> Tensor:
-        layer = self.network.layers[path]
-        if layer.in_gate is None and layer.out_gate is None:
-            return self.network.whole.convolve_onto(path, x_BCHW, stream_BCHW, at)
-        if layer.out_gate is None and at is None:
-            return self._run(path, layer, x_BCHW, stream_BCHW)
-        y = self._run(path, layer, x_BCHW, None)
-        return add_to_stream(stream_BCHW, y, stream_channels(at, layer.out_gate, self.active))
+    def convolve_onto(self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor) -> Tensor:
+        return self._run(path, x_BCHW, stream_BCHW)
 
     def max_pool(self, x_BCHW: Tensor, size: int, stride: int, padding: int = 0) -> Tensor:
         # On a CPU, PyTorch takes the maxima of many channels at once in this format only.
         x_BCHW = x_BCHW.contiguous(memory_format=torch.channels_last)
         return super().max_pool(x_BCHW, size, stride, padding)
 
-    def classify(self, path: str, x: Tensor) -> Tensor:
-        layer = self.network.layers[path]
-        if layer.in_gate is None:
-            return self.network.whole.classify(path, x)
-        return F.linear(x, layer.weight.index_select(1, self.active[layer.in_gate]), layer.bias)
+    def linear(self, path: str, x: Tensor) -> Tensor:
+        layer = self.program.layers[path]
+        if not layer.gated:
+            return self.network.whole.linear(path, x)
+        outs, ins = self.select(layer.outs), self.select(layer.ins)
+        weight = self.network.collector.collect(layer.weight[:, :, None, None], outs, ins)
+        bias = layer.bias
+        if bias is not None and outs is not None:
+            bias = bias.index_select(0, outs)
+        return F.linear(x, weight.flatten(1), bias)
 
-    def _run(self, path: str, layer: FoldedLayer, x_BCHW: Tensor, onto: Tensor | None) -> Tensor:
-        outs = None if layer.out_gate is None else self.active[layer.out_gate]
-        ins = None if layer.in_gate is None else self.active[layer.in_gate]
-        gate = None if layer.out_gate is None else self.values[layer.out_gate]
-        if not x_BCHW.shape[1] or (outs is not None and not outs.shape[0]):
-            small = layer.take(outs, ins)
-            return scale_channels(convolve(small, small.weight, x_BCHW, onto), gate)
+    def norm(self, path: str, x_BCHW: Tensor) -> Tensor:
+        norm = self.program.norms[path]
+        return norm.take(self.select(norm.channels))(x_BCHW)
+
+    def parameter(self, name: str) -> Tensor:
+        parameter = self.program.parameters[name]
+        return parameter.take(self.select(parameter.channels))
+
+    def gate(self, site: int, x: Tensor) -> Tensor:
+        where = self.program.sites[site]
+        assert where is not None
+        if len(where.pieces) == 1 and where.pieces[0] is not None:
+            return times(x, self.values[where.pieces[0]], where.dim)
+        layer = list(self.program.layers.values())[site]
+        running = self.select(layer.ins)
+        assert running is not None
+        return times(x, gates_at(where, self.gates).index_select(1, running), where.dim)
+
+    def _run(self, path: str, x_BCHW: Tensor, onto: Tensor | None) -> Tensor:
+        layer = self.program.layers[path]
+        if not layer.gated:
+            whole = self.network.whole
+            if onto is None:
+                return whole.convolve(path, x_BCHW)
+            return whole.convolve_onto(path, x_BCHW, onto)
+        outs, ins = self.select(layer.outs), self.select(layer.ins)
+        gate = None if layer.scale is None else self.values[layer.scale]
         call = _Call(self.network, path, layer, x_BCHW, onto, outs, ins, gate)
+        if self.network.is_grouped:
+            # Grouped convolutions like channels last; to go back and forth would take longer.
+            return call.by_collecting()
         case = (
             path,
             *x_BCHW.shape[::2],
@@ -170,6 +196,11 @@ class _DynamicRunner(EngineRunner):
             return WAYS[way](call)
         ways = {name: partial(WAYS[name], call) for name in call.ways()}
         return self.network.planner.run(case, ways, x_BCHW.device)
+
+
+def _at_least_one(active: Tensor) -> Tensor:
+    """A unit runs where none has to: its gate is zero, and layers without channels are trouble."""
+    return active if len(active) else active.new_zeros(1)
 
 
 class _Call(NamedTuple):
@@ -195,11 +226,27 @@ class _Call(NamedTuple):
 
     def by_collecting(self) -> Tensor:
         x = self.x_BCHW.contiguous(memory_format=torch.channels_last)
-        weight = self.network.collector.collect(self.layer.weight, self.outs, self.ins)
-        layer = self.layer
-        if self.outs is not None and layer.bias is not None:
-            layer = replace(layer, bias=layer.bias.index_select(0, self.outs))
-        return scale_channels(convolve(layer, weight, x, self.onto), self.gate)
+        layer, outs = self.layer, self.outs
+        if is_product(layer, x):
+            bias = layer.bias
+            bias = bias if bias is None or outs is None else bias.index_select(0, outs)
+            y = convolve_as_product(self._weight_OI(), bias, layer.activation, x, self.onto)
+        elif layer.groups > 1:
+            layer = layer.take(outs, None)
+            y = convolve(layer, layer.weight, x, self.onto)
+        else:
+            weight = self.network.collector.collect(layer.weight, outs, self.ins)
+            if outs is not None and layer.bias is not None:
+                layer = replace(layer, bias=layer.bias.index_select(0, outs))
+            y = convolve(layer, weight, x, self.onto)
+        return scale_channels(y, self.gate)
+
+    def _weight_OI(self) -> Tensor:
+        """The active weights of a convolution that is a product."""
+        if self.outs is None and self.ins is not None:
+            # Whole rows are copied faster than single numbers out of each.
+            return self.network.weight_by_input(self.path).index_select(0, self.ins).T
+        return self.network.collector.collect(self.layer.weight, self.outs, self.ins).flatten(1)
 
     def directly(self) -> Tensor:
         direct = self.network.direct_convolution(self.path, self.x_BCHW.shape[2:])

@@ -5,10 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from deepmoe.layers import GatedConv, ShallowEmbedding
+from deepmoe.layers import ConvNormReLU, ShallowEmbedding
 from deepmoe.ops import is_half
 from deepmoe.sparse.convolution import Convolution, cudnn_runs
-from deepmoe.sparse.folding import bare_conv, fold_conv, norm_as_affine
+from deepmoe.sparse.folding import fold, norm_as_affine
+
+GEOMETRY = {"stride": (2, 2), "padding": (1, 1)}
 
 
 class FastEmbedding:
@@ -25,10 +27,13 @@ class FastEmbedding:
         self.dtype = dtype
         self.own = embedding.project.weight.dtype
         self.mixed = dtype != self.own and is_half(dtype)
-        convs = [conv for conv in embedding.convs if isinstance(conv, GatedConv)]
+        convs = [conv for conv in embedding.convs if isinstance(conv, ConvNormReLU)]
         self.steps: list[Callable[[Tensor], Tensor]] = []
         if dtype == self.own:
-            self.steps = [Convolution(fold_conv(conv, dtype)) for conv in convs]
+            self.steps = [
+                Convolution(fold(conv.conv, conv.bn, dtype, activation="relu", **GEOMETRY))
+                for conv in convs
+            ]
         elif self.mixed and cudnn_runs(embedding.project.weight.to(dtype)):
             self.steps = [_RoundedConvolution(conv, dtype) for conv in convs]
 
@@ -47,13 +52,12 @@ class FastEmbedding:
 class _RoundedConvolution:
     """Convolution, then batch norm and ReLU in one pass; rounded after each of the two."""
 
-    def __init__(self, module: GatedConv, dtype: torch.dtype) -> None:
-        self.convolution = Convolution(bare_conv(module, dtype))
-        self.scale, self.bias = (t.float() for t in norm_as_affine(module))
-        self.relu = module.relu
+    def __init__(self, module: ConvNormReLU, dtype: torch.dtype) -> None:
+        self.convolution = Convolution(fold(module.conv, None, dtype, **GEOMETRY))
+        self.scale, self.bias = (t.float() for t in norm_as_affine(module.bn))
 
     def __call__(self, x_BCHW: Tensor) -> Tensor:
         from deepmoe.sparse.triton_kernels import finish_
 
         y_BCHW = self.convolution(x_BCHW).contiguous(memory_format=torch.channels_last)
-        return finish_(y_BCHW, scale=self.scale, bias=self.bias, relu=self.relu)
+        return finish_(y_BCHW, scale=self.scale, bias=self.bias, relu=True)

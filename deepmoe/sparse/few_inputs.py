@@ -57,7 +57,11 @@ class ImageConvolution:
         on_matrix_unit = channel_multiple(layer.weight.device, layer.weight.dtype) > 1
         if not (layer.is_conv and on_matrix_unit and has_triton()):
             return False
-        few = 0 < layer.weight.shape[1] <= MOST_INPUTS and set(layer.dilation) == {1}
+        few = (
+            layer.groups == 1
+            and layer.weight.shape[1] <= MOST_INPUTS
+            and set(layer.dilation) == {1}
+        )
         return few and all(
             len(set(pair)) == 1 for pair in (layer.weight.shape[2:], layer.stride, layer.padding)
         )

@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from deepmoe.backbones import Backbone
 from deepmoe.costs import count_costs
 from deepmoe.cuda_graphs import GraphCache, SideStream, Work, on_its_way
 from deepmoe.errors import UserError
 from deepmoe.extras import require
+from deepmoe.graph import evaluation_mode
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.sparse.code_networks import CodeNetworks
 from deepmoe.sparse.dynamic import DynamicNetwork
 from deepmoe.sparse.embedding import FastEmbedding
+from deepmoe.sparse.executors import FixedExecutor, MaskedExecutor, whole_network, with_idle
 from deepmoe.sparse.few_inputs import ImageConvolution, channel_multiple
-from deepmoe.sparse.folding import fold
 from deepmoe.sparse.planner import Plan, Planner, in_words
+from deepmoe.sparse.program import translate
 from deepmoe.sparse.route_groups import in_order, parts_by_route, routes_of
-from deepmoe.sparse.runners import FixedRunner, MaskedRunner, with_idle
 
 DENSITY_STEPS = 16  # in how many steps the planner tells densities apart
 PLANNING_IMAGES = 13  # after so many, the dynamic network has planned its own layers
@@ -88,19 +88,23 @@ class SparseModel(DeepMoE):
         super().__init__(
             copy.deepcopy(model.embedding),
             copy.deepcopy(model.heads),
-            copy.deepcopy(model.backbone).to("meta"),  # for its layers and costs only
+            nn.Module(),  # the program takes its place
+            model.gating,
             copy.deepcopy(model.codebook),
             copy.deepcopy(model.thresholds),
         )
         self.dtype = dtype
         device = next(model.parameters()).device
         keep = _channels_to_keep(model, channel_multiple(device, dtype))
-        # Numbers of the channels that are left in each layer; `None` where that is all of them.
-        self.kept = [None if k.all() else k.nonzero().flatten().to(device) for k in keep]
-        small = model.backbone.narrow(keep)
-        self.layers = fold(small, dtype)
-        self.wiring = [_without_weights(small)]  # in a list: it is not to be taken for a submodule
-        self.whole = FixedRunner(self.layers)
+        with evaluation_mode(model.network):
+            small, gating, left = model.gating.narrow(model.network, keep)
+        # Numbers of the units that are left of each group; `None` where that is all of them.
+        self.kept = [
+            None if len(k) == width else k.to(device)
+            for k, width in zip(left, model.gating.widths, strict=True)
+        ]
+        self.program = translate(small, gating, dtype)
+        self.whole = FixedExecutor(whole_network(self.program))
         self.lock = threading.Lock()  # memory of one run is used again by the next
         self.seen: set[tuple[torch.Size, torch.dtype, torch.device]] = set()  # images that fit
         preferred = PREFERRED_ON_GPU if device.type == "cuda" else PREFERRED
@@ -110,18 +114,18 @@ class SparseModel(DeepMoE):
         self.side_stream = SideStream(device)
         self.dense_shapes: set[torch.Size] = set()  # whose last batch ran all channels, on a GPU
         self.dynamic = DynamicNetwork(
-            self.wiring[0], self.layers, self.whole, None if plan is None else plan.layers
+            self.program, self.whole, None if plan is None else plan.layers
         )
         self.small_networks: CodeNetworks | None = None
         if model.codebook is not None:
             codes = self._kept(model.codebook.codes.split(model.codebook.widths, dim=1))
-            self.small_networks = CodeNetworks(
-                self.wiring[0], self.layers, codes, memory_limit, self.graphs
-            )
+            self.small_networks = CodeNetworks(self.program, codes, memory_limit, self.graphs)
         assert self.embedding is not None
         self.fast_embedding = FastEmbedding(self.embedding, dtype)
         # Whether the first layer brings images into the memory format and precision that it likes.
-        self.takes_any_image = ImageConvolution.takes(next(iter(self.layers.values())))
+        self.takes_any_image = self.program.starts_with_convolution and ImageConvolution.takes(
+            next(iter(self.program.layers.values()))
+        )
         self.eval()
 
     @torch.inference_mode()
@@ -142,9 +146,10 @@ class SparseModel(DeepMoE):
         seen = (x_BCHW.shape, x_BCHW.dtype, x_BCHW.device)
         if seen in self.seen:  # looked at before: small batches take less time than a look
             return
-        if x_BCHW.dim() != 4 or x_BCHW.shape[1] != 3 or not x_BCHW.is_floating_point():
+        colours = self.gating.graph.colours
+        if x_BCHW.dim() != 4 or x_BCHW.shape[1] != colours or not x_BCHW.is_floating_point():
             raise UserError(
-                "images come normalised, as floats of shape (images, 3, height, width), "
+                f"images come normalised, as floats of shape (images, {colours}, height, width), "
                 f"not as {str(x_BCHW.dtype).removeprefix('torch.')} of {tuple(x_BCHW.shape)}"
             )
         if not len(x_BCHW):
@@ -191,7 +196,7 @@ class SparseModel(DeepMoE):
 
     def start(self, x_BCHW: Tensor) -> Start:
         """What the layers before the first gate give."""
-        features = self.wiring[0].wire_before_gates(self._converted(x_BCHW), self.whole)
+        features = self.program.start(self.whole, self._converted(x_BCHW))
         return Start(features, (x_BCHW.shape[-2], x_BCHW.shape[-1]))
 
     def run_masked(self, start: Start, g_BC: Tensor) -> Tensor:
@@ -199,8 +204,9 @@ class SparseModel(DeepMoE):
         size = start.size
 
         def masked(features_BCHW: Tensor, g_BC: Tensor) -> Tensor:
-            runner = MaskedRunner(self.whole, self._kept(self._split(g_BC)))
-            return self.wiring[0].wire_gated(features_BCHW, runner, size)
+            gates = self._kept(self._split(g_BC))
+            executor = MaskedExecutor(self.whole, self.program.sites, gates)
+            return self.program.go_on(executor, features_BCHW, size)
 
         return self._run(("masked", size), masked, start.features_BCHW, g_BC)
 
@@ -278,14 +284,14 @@ class SparseModel(DeepMoE):
         """The heads' gates side by side, the embedding's logits, and what the first layers give."""
         with self.side_stream:
             images = x_BCHW if self.takes_any_image else self._converted(x_BCHW)
-            features = self.wiring[0].wire_before_gates(images, self.whole)
+            features = self.program.start(self.whole, images)
         e_BD, embedding_logits = self.fast_embedding(x_BCHW)
         g_BC = self.concatenated_gates(e_BD)
         self.side_stream.join(features)
         return g_BC, embedding_logits, features
 
     def _split(self, g_BC: Tensor) -> Gates:
-        return g_BC.split(self.backbone.gate_widths, dim=1)
+        return g_BC.split(self.gating.widths, dim=1)
 
     def _converted(self, x_BCHW: Tensor) -> Tensor:
         best = torch.channels_last if x_BCHW.is_cuda else torch.preserve_format
@@ -307,7 +313,7 @@ def _channels_to_keep(model: DeepMoE, multiple: int) -> list[Tensor]:
 
     Others are kept where that makes the width of a layer a multiple.
     """
-    widths = model.backbone.gate_widths
+    widths = model.gating.widths
     if model.codebook is not None:
         alive = (model.codebook.codes > 0).any(dim=0)
     elif isinstance(model.heads, GateHeads):
@@ -323,10 +329,3 @@ def _channels_to_keep(model: DeepMoE, multiple: int) -> list[Tensor]:
         kept[with_idle(alive_C, multiple)] = True
         keep.append(kept)
     return keep
-
-
-def _without_weights(backbone: Backbone) -> Backbone:
-    """The connections of a backbone alone."""
-    for parameter in backbone.parameters():
-        parameter.data = parameter.data.new_empty(0)
-    return backbone

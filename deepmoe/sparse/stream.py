@@ -15,6 +15,8 @@ def stream_pays(layer: FoldedLayer, x_BCHW: Tensor) -> bool:
     """Whether streaming may be worth a trial: one image on a CPU, and few positions."""
     if x_BCHW.device.type != "cpu" or x_BCHW.dtype != torch.float32 or len(x_BCHW) != 1:
         return False
+    if layer.groups > 1:
+        return False
     same = all(len(set(pair)) == 1 for pair in (layer.stride, layer.padding, layer.dilation))
     height, width = layer.output_size(x_BCHW.shape[-2], x_BCHW.shape[-1])
     return same and 0 < height * width <= MOST_POSITIONS
@@ -94,4 +96,6 @@ class StreamedWeights:
             torch.get_num_threads(),
             [count, positions, outputs, *[t.data_ptr() for t in arrays], relu],
         )
-        return y if onto is None else F.relu(y + onto)
+        if onto is not None:
+            y = F.relu(y + onto) if layer.relu else y + onto
+        return layer.activate_other(y)

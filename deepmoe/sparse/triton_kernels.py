@@ -10,8 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepmoe.ops import pooled_size
-
 # mypy: disable-error-code="no-untyped-def"
 
 BLOCK = 256
@@ -181,7 +179,7 @@ def max_pool(
     images, channels, height, width = x_BCHW.shape
     assert x_BCHW.is_contiguous(memory_format=torch.channels_last)
     assert gate is None or channels == 1 or gate.stride(1) == 1
-    out_height, out_width = pooled_size(x_BCHW, size, stride, padding)
+    out_height, out_width = ((n + 2 * padding - size) // stride + 1 for n in (height, width))
     out = x_BCHW.new_empty(images, out_height, out_width, channels)
     columns = min(128, triton.next_power_of_2(channels))
     rows = min(triton.next_power_of_2(out_width), TILE // 4 // columns)

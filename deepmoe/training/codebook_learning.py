@@ -52,7 +52,7 @@ def learn_codebook(
     check_codes(codes)
     gates_NC = gates_of_images(model, batches, images).float().cpu()
     check_codes(codes, len(gates_NC))
-    widths = model.backbone.gate_widths
+    widths = model.gating.widths
     weight_C = _channel_weights(model, size)
     clusters = _cluster(_narrow_features(gates_NC, weight_C, widths, seed), codes, seed)
     found = [_common_route(gates_NC[clusters == c], widths) for c in clusters.unique()]
@@ -70,8 +70,8 @@ def check_codes(codes: int, images: int | None = None) -> None:
 
 def _channel_weights(model: DeepMoE, size: tuple[int, int]) -> Tensor:
     """What a channel of each layer costs at full width, one number a channel, 1 on average."""
-    widths = torch.tensor(model.backbone.gate_widths)
-    marginal_L = marginal_macs(cost_matrix(model.backbone, size), widths.double())
+    widths = torch.tensor(model.gating.widths)
+    marginal_L = marginal_macs(cost_matrix(model.gating, size), widths.double())
     weight_C = marginal_L.repeat_interleave(widths)
     return (weight_C / weight_C.mean()).float()
 

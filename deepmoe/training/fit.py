@@ -1,26 +1,34 @@
 """A training run from configuration to checkpoint; resumable."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
+from lightning_fabric import Fabric
+from torch import nn
+from torch.utils.data import Dataset
 
 from deepmoe.checkpoint import CheckpointStore, TrainState, load_checkpoint, read_progress
-from deepmoe.config import RunConfig, TrainConfig, config_to_dict, config_to_toml
+from deepmoe.config import GIVEN, RunConfig, TrainConfig, config_to_dict, config_to_toml
 from deepmoe.costs import count_costs
-from deepmoe.data import DataSource, open_data
+from deepmoe.data import DataInfo, DataSource, open_data, open_datasets
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive, write_atomically
 from deepmoe.model import DeepMoE
 from deepmoe.processes import from_first_process
+from deepmoe.registry import config_of
+from deepmoe.sources import is_source
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
 from deepmoe.training.log import METRICS_NAME, RunLog, read_metrics
 from deepmoe.training.teachers import load_teachers
-from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer
+from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer, prepared
 from deepmoe.training.warm_start import start_from
+
+DEFAULT_OUT = "runs/fit"
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,7 @@ class FitResult:
     metrics: Path
 
 
+@overload
 def fit(
     config: RunConfig,
     out: str | Path,
@@ -43,12 +52,37 @@ def fit(
     devices: int = 1,
     nodes: int = 1,
     quiet: bool = False,
-) -> FitResult:
-    """Trains a model as configured, and leaves checkpoints and metrics in a folder.
+) -> FitResult: ...
+@overload
+def fit(
+    model: DeepMoE,
+    train_dataset: Dataset,
+    validation_dataset: Dataset,
+    config: RunConfig,
+    out: str | Path = DEFAULT_OUT,
+    *,
+    info: DataInfo | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    devices: int = 1,
+    nodes: int = 1,
+    quiet: bool = False,
+) -> FitResult: ...
+def fit(*arguments: Any, **options: Any) -> FitResult:
+    """Trains a model, and leaves checkpoints and metrics in a folder.
+
+    `fit(config, out)` makes model and data as configured. `fit(model, train_dataset,
+    validation_dataset, config, out)` trains a model of your own, in place, on any torch datasets of
+    (normalised image, label); then `config` says how to train, and its tables `model`, `embedding`
+    and `heads` are taken from the model.
 
     Args:
         config: everything the run depends on.
         out: folder of the run.
+        model: gated, by `gate` or `create_model`.
+        train_dataset: to learn from.
+        validation_dataset: to evaluate on after each epoch.
+        info: names of the classes, and how images were normalised, for `deepmoe predict`.
         resume: go on from the folder's last checkpoint; start anew where there is none yet.
         overwrite: replace a run that is in the folder already.
         devices: on each node.
@@ -59,20 +93,91 @@ def fit(
         UserError: for a configuration or data that can't be used, a folder in use, a full disk,
             a loss that diverged, or a signal that asked the run to stop.
     """
-    out = Path(out)
-    store = CheckpointStore(out, config.train.keep_checkpoints)
+    first = arguments[0] if arguments else options.get("model", options.get("config"))
+    if isinstance(first, RunConfig | DeepMoE):
+        run: Callable[..., FitResult]
+        run = _fit_configured if isinstance(first, RunConfig) else _fit_given
+        try:
+            inspect.signature(run).bind(*arguments, **options)
+        except TypeError as error:
+            raise UserError(f"fit was called with wrong arguments: {error}") from error
+        return run(*arguments, **options)
+    if isinstance(first, nn.Module):
+        raise UserError("fit trains gated models: give it deepmoe.gate(network, images)")
+    raise UserError(f"fit takes a configuration or a model first, not {type(first).__name__}")
+
+
+def _fit_configured(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    devices: int = 1,
+    nodes: int = 1,
+    quiet: bool = False,
+) -> FitResult:
     fabric = make_fabric(config.train, devices=devices, nodes=nodes)
-    train = config.train
-    check_folder(out, resume=resume, overwrite=overwrite)
+    check_folder(Path(out), resume=resume, overwrite=overwrite)
     data = open_data(
         config.data,
-        batch_size=train.batch_size,
-        seed=train.seed,
+        batch_size=config.train.batch_size,
+        seed=config.train.seed,
         device=fabric.device,
         shard=shard_of(fabric),
         calibrate=_calibrates(config),
     )
-    model = make_model(config, data.info.classes, fabric.device)
+    model = make_model(config, data.info, fabric.device)
+    return _run(config, Path(out), fabric, data, model, resume, quiet)
+
+
+def _fit_given(
+    model: DeepMoE,
+    train_dataset: Dataset,
+    validation_dataset: Dataset,
+    config: RunConfig,
+    out: str | Path = DEFAULT_OUT,
+    *,
+    info: DataInfo | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    devices: int = 1,
+    nodes: int = 1,
+    quiet: bool = False,
+) -> FitResult:
+    if not isinstance(config, RunConfig):
+        raise UserError(f"fit takes a RunConfig after the datasets, not a {type(config).__name__}")
+    config = config_of(model, replace(config, data=replace(config.data, name=GIVEN)))
+    fabric = make_fabric(config.train, devices=devices, nodes=nodes)
+    check_folder(Path(out), resume=resume, overwrite=overwrite)
+    data = open_datasets(
+        train_dataset,
+        validation_dataset,
+        config.data,
+        model.classes,
+        colours=model.gating.graph.colours,
+        batch_size=config.train.batch_size,
+        seed=config.train.seed,
+        device=fabric.device,
+        shard=shard_of(fabric),
+        info=info,
+    )
+    model = prepared(model, fabric.device)
+    return _run(config, Path(out), fabric, data, model, resume, quiet)
+
+
+def _run(
+    config: RunConfig,
+    out: Path,
+    fabric: Fabric,
+    data: DataSource,
+    model: DeepMoE,
+    resume: bool,
+    quiet: bool,
+) -> FitResult:
+    """Trains a model on opened data, from where the folder's last checkpoint is."""
+    train = config.train
+    store = CheckpointStore(out, train.keep_checkpoints)
     count_costs(model, data.info.size)  # tells at once if the images are too small for the network
     optimizer = make_optimizer(model, config)
     state, notes = TrainState(), []
@@ -100,7 +205,7 @@ def fit(
                 out,
                 finished=state.epoch,
                 recovered=state.metrics,
-                title=_title(config),
+                title=_title(config, model),
                 quiet=quiet,
                 tensorboard=train.tensorboard,
             )
@@ -144,7 +249,9 @@ def _restore(
     changed = changed_keys(begun, config)
     if changed:
         raise UserError(f"{path} was trained with other settings of {', '.join(changed)}")
-    checkpoint = load_checkpoint(path)
+    name = config.model.name
+    made = model.network if name == GIVEN else name if is_source(name) else None
+    checkpoint = load_checkpoint(path, network=made)
     if checkpoint.model.codebook is not None:
         model.codebook = checkpoint.model.codebook.to(next(model.parameters()).device)
     if checkpoint.model.thresholds is not None:
@@ -191,5 +298,6 @@ def _flat(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _title(config: RunConfig) -> str:
-    return f"{config.model.name} {'dense' if config.model.gates == 'none' else 'deepmoe'}"
+def _title(config: RunConfig, model: DeepMoE) -> str:
+    name = config.model.name if config.model.name != GIVEN else type(model.network).__name__
+    return f"{name} {'dense' if config.model.gates == 'none' else 'deepmoe'}"

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from deepmoe.checkpoint import Checkpoint, load_checkpoint
-from deepmoe.config import RunConfig
+from deepmoe.checkpoint import Checkpoint, load_checkpoint, read_network
+from deepmoe.config import GIVEN, RunConfig
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
+from deepmoe.sources import is_source
 
 
 class Teachers(nn.Module):
@@ -38,7 +39,7 @@ def load_teachers(model: DeepMoE, info: DataInfo, config: RunConfig) -> Teachers
     """
     parameter, networks = next(model.parameters()), []
     for path in config.train.teachers:
-        trained = load_trained("train.teacher", path, info, config)
+        trained = load_trained("train.teacher", path, model, info, config)
         if trained.info.class_names != info.class_names:
             raise UserError(f"{path} tells other classes apart: its labels have other names")
         network = trained.model.to(parameter.device, parameter.dtype)
@@ -48,15 +49,29 @@ def load_teachers(model: DeepMoE, info: DataInfo, config: RunConfig) -> Teachers
     return Teachers(networks).requires_grad_(False).eval() if networks else None
 
 
-def load_trained(key: str, path: str, info: DataInfo, config: RunConfig) -> Checkpoint:
+def load_trained(
+    key: str, path: str, model: DeepMoE, info: DataInfo, config: RunConfig
+) -> Checkpoint:
     """The checkpoint that a setting of a run names.
+
+    Args:
+        key: the setting.
+        path: of the checkpoint. Its network is of the zoo, or made as the run's own is.
+        model: of the run.
+        info: of its data.
+        config: of the run.
 
     Raises:
         UserError: where it is missing, damaged, or has learnt from images that are held out here.
     """
     if not Path(path).is_file():
         raise UserError(f"{key}: no checkpoint at {path}; train that network first")
-    trained = load_checkpoint(path)
+    # What this run's own network is made by may be run for others, too.
+    own = config.model.name
+    by_name = own if is_source(own) else None
+    same = read_network(path) == own
+    made = model.network if own == GIVEN else by_name
+    trained = load_checkpoint(path, network=made if same else None)
     same_data = trained.config.data.name == config.data.name
     same_data = same_data and trained.info.class_names == info.class_names
     holdout = config.data.holdout

@@ -15,7 +15,7 @@ from deepmoe.budget import MacsBudget
 from deepmoe.checkpoint import CheckpointStore, TrainState, save_checkpoint
 from deepmoe.config import RunConfig
 from deepmoe.costs import count_costs, count_macs
-from deepmoe.data import Batch, DataSource, derive_seed
+from deepmoe.data import Batch, DataInfo, DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import OutputClosed, TrainingDiverged, TrainingInterrupted, UserError
 from deepmoe.evaluation import Evaluation, SegmentationEvaluation, evaluate_on
@@ -380,10 +380,15 @@ def set_stage(model: DeepMoE, stage: TrainingStage) -> None:
         module.train(not stage.frozen)
 
 
-def make_model(config: RunConfig, classes: int, device: torch.device) -> DeepMoE:
-    """A new model by the run's seed, on its device, in the memory format that is fast there."""
+def make_model(config: RunConfig, info: DataInfo, device: torch.device) -> DeepMoE:
+    """A new model by the run's seed, on its device."""
     torch.manual_seed(config.train.seed)
-    model = model_from_config(config, classes).to(device)
+    return prepared(model_from_config(config, info.classes, size=info.size), device)
+
+
+def prepared(model: DeepMoE, device: torch.device) -> DeepMoE:
+    """A model on a device, in the memory format that is fast there."""
+    model.to(device)
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -10,10 +10,10 @@ import torch
 from click.testing import CliRunner
 from helpers import tiny_config
 
-from deepmoe.bench.random_routes import routes_as_codebook, set_routes
 from deepmoe.bench.sparse import bench_sparse
 from deepmoe.bench.subjects import Subject
 from deepmoe.cli import main
+from deepmoe.random_routes import routes_as_codebook, set_routes
 from deepmoe.registry import create_model
 from deepmoe.sparse import Plan
 from deepmoe.training import fit
@@ -87,9 +87,9 @@ def test_a_saved_plan_gives_the_same_bits_in_another_process(tmp_path: Path) -> 
 
 
 def test_gates_on_the_residual_stream() -> None:
-    model = create_model("resnet20", gates="all", wide=0.5).eval()
+    model = create_model("resnet18", gates="all", wide=0.5).eval()
     set_routes(model, (32, 32), density=0.5)
-    base = create_model("resnet20", gates=None).eval().backbone
+    base = create_model("resnet18", gates=None).eval()
     subject = Subject(model, None, base, torch.randn(2, 3, 32, 32))
     values, _ = bench_sparse(subject, dtype=torch.float32, rounds=1, compile_dense=False)
     assert values["max_error"] <= 1e-4 and values["rerouted"] == 0
@@ -116,7 +116,7 @@ def test_routes_have_the_density_asked_for_and_tell_images_apart() -> None:
     model = create_model("resnet20", wide=2).eval()
     set_routes(model, (32, 32), density=0.3)
     gates, _ = model.route(torch.randn(16, 3, 32, 32))
-    for g, width in zip(gates, model.backbone.gate_widths, strict=True):
+    for g, width in zip(gates, model.gating.widths, strict=True):
         assert ((g > 0).sum(dim=1) == round(0.3 * width)).all()
     assert len(torch.cat(gates, dim=1).unique(dim=0)) > 8
     coded = routes_as_codebook(model)

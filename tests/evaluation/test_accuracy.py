@@ -37,14 +37,14 @@ def test_evaluation_equals_plain_means_over_images(model) -> None:
     assert result.active == pytest.approx(active_share(output.gates).mean().item())
     right = output.embedding_logits.argmax(1) == labels
     assert result.embedding_accuracy == pytest.approx(right.double().mean().item())
-    assert result.macs_share == result.macs / count_macs(model.backbone, 16)
+    assert result.macs_share == result.macs / count_macs(model.gating, 16)
 
 
 def test_evaluation_leaves_frozen_parts_as_they_were(model) -> None:
     model.train()
     model.embedding.eval()
     evaluate(model, BATCHES)
-    assert model.backbone.training
+    assert model.network.training
     assert not model.embedding.training
 
 
@@ -63,6 +63,7 @@ def test_the_record_holds_every_images_gates(model) -> None:
         np.testing.assert_allclose(recorded[5:], gate.numpy(), atol=1e-6)
     np.testing.assert_array_equal(record.macs[5:], count_macs(model, 16, output.gates).numpy())
     assert len(record.layer_names) == len(record.gates) == 9
-    assert record.layer_names[0] == "stages.0.0.convs.0"
+    assert record.layer_names == model.gating.names
+    assert record.layer_names[0] == "layer1.0.conv1"
     with pytest.raises(ValueError, match="dense network"):
         collect_gates(create_model("resnet20", gates=None), BATCHES, ())

@@ -13,7 +13,6 @@ from deepmoe.errors import UserError
 from deepmoe.evaluation import cost_curve, evaluate
 from deepmoe.evaluation.cut import refit_norms
 from deepmoe.layers import GateHeads
-from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model
 from deepmoe.training import fit
 
@@ -24,7 +23,7 @@ def test_small_gates_are_closed_and_others_left_as_they_are() -> None:
     heads.weight.data = torch.cat(gates, dim=1).T.clone()
     whole = create_model("vgg11", classes=10)
     thresholds = torch.tensor([0.3, 0.3, 0.3, 2.0, 2.0])
-    cut = DeepMoE(whole.embedding, heads, whole.backbone, thresholds=thresholds)
+    cut = whole.with_gates(heads, thresholds=thresholds)
     assert cut.concatenated_gates(torch.ones(1, 1)).tolist() == [[0.0, 0.5, 0.0, 3.0, 0.0]]
 
 
@@ -65,7 +64,7 @@ def test_norms_are_measured_anew_with_closed_gates(tmp_path: Path) -> None:
         assert torch.equal(tensor, before[name]), name
 
     seen: dict[torch.nn.Module, list[torch.Tensor]] = {}
-    norms = [m for m in model.backbone.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    norms = [m for m in model.network.modules() if isinstance(m, torch.nn.BatchNorm2d)]
     for norm in norms:
         norm.register_forward_hook(lambda m, x, y: seen.setdefault(m, []).append(x[0]))
     refit_norms(model, data.train.epoch(0))

@@ -13,7 +13,6 @@ from deepmoe.checkpoint import load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.errors import UserError
 from deepmoe.evaluation import cut_to, evaluate
-from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model
 from deepmoe.sparse import sparsify
 from deepmoe.training import FitResult, fit
@@ -48,7 +47,8 @@ def test_a_model_is_cut_to_a_cost(trained: FitResult, tmp_path: Path) -> None:
     for g, of_whole in zip(output.gates, routed, strict=True):
         assert ((g == of_whole) | (g == 0).all(dim=0)).all()  # closed for all, or left alone
     # Closed channels are gone from the sparse model, and what is cut can be cut further.
-    kept = sum(len(la.weight) for la in sparse.layers.values() if la.out_gate is not None)
+    layers = sparse.program.layers.values()
+    kept = sum(len(layer.weight) for layer in layers if layer.outs is not None)
     assert kept == sum(int((g > 0).any(dim=0).sum()) for g in output.gates)
     done = cut(path, 0.5 * whole, smaller)
     assert done.exit_code == 0 and str(smaller) in done.output
@@ -60,8 +60,8 @@ def test_a_model_is_cut_to_a_cost(trained: FitResult, tmp_path: Path) -> None:
 def test_channels_that_matter_least_go_first(trained: FitResult) -> None:
     model, data = copy.deepcopy(trained.model), trained.data
     with torch.no_grad():  # what reads every other channel of each block makes nothing of it
-        for _, block in model.backbone.blocks():
-            block.convs[1].conv.weight[:, ::2] = 0.0
+        for path in model.gating.names:
+            model.network.get_submodule(path.replace("conv1", "conv2")).weight[:, ::2] = 0.0
     small = cut_to(model, data.info.size, 0.75, data.calibration, data.train)
     closed = (small.heads.weight.amax(dim=1) <= 0).view(9, 4)
     assert closed[:, ::2].sum() == closed.sum() > 0
@@ -71,7 +71,7 @@ def test_norms_are_measured_anew(trained: FitResult) -> None:
     data, share = trained.data, 0.6 * trained.evaluation.macs_share
     small = cut_to(trained.model, data.info.size, share, data.calibration, data.train)
     stale = copy.deepcopy(small)
-    stale.backbone.load_state_dict(trained.model.backbone.state_dict())
+    stale.network.load_state_dict(trained.model.network.state_dict())
     assert evaluate(small, data.evaluation).loss < evaluate(stale, data.evaluation).loss
     assert not any(m.training for m in small.modules())
 
@@ -142,8 +142,7 @@ def test_a_model_that_an_earlier_version_has_cut_is_used_as_it_is(tmp_path: Path
     with torch.inference_mode():
         expected = old.model(images)
         torch.testing.assert_close(sparsify(old.model)(images).logits, expected.logits)
-    parts = (old.model.embedding, old.model.heads, old.model.backbone)
-    whole, _ = DeepMoE(*parts).route(images)
+    whole, _ = old.model.with_gates().route(images)
     assert any(((g == 0) & (w > 0)).any() for g, w in zip(expected.gates, whole, strict=True))
     save_checkpoint(tmp_path / "again", old.model, old.config, old.info, old.state)
     again = load_checkpoint(tmp_path / "again").model

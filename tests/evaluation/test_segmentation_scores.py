@@ -80,7 +80,7 @@ def test_evaluation_equals_sets_of_pixels() -> None:
     for (x, _), output in zip(batches, outputs, strict=True):
         size = (x.shape[2], x.shape[3])
         macs += count_macs(model, size, output.gates).tolist()
-        dense += [count_macs(model.backbone, size)] * len(x)
+        dense += [count_macs(model.gating, size)] * len(x)
         active += active_share(output.gates).tolist()
     assert result.macs == pytest.approx(sum(macs) / 3, rel=1e-12)
     assert result.dense_macs == pytest.approx(sum(dense) / 3, rel=1e-12)

@@ -18,9 +18,7 @@ def make_codebook(codes: int = 6, widths: list[int] = WIDTHS) -> RouteCodebook:
 def model_with_codes() -> DeepMoE:
     model = create_model("resnet20", classes=10, embedding=EmbeddingConfig(widths=(8, 8)))
     torch.nn.init.normal_(model.heads.weight)
-    return DeepMoE(
-        model.embedding, model.heads, model.backbone, make_codebook(5, model.heads.widths)
-    )
+    return model.with_gates(codebook=make_codebook(5, model.heads.widths))
 
 
 def distance(gates: list[float], code: list[float], weight: list[float], scale: list[float]):
@@ -109,7 +107,7 @@ def test_a_model_runs_on_its_codes_and_compiles_with_them() -> None:
     codes = {tuple(code) for code in model.codebook.codes.tolist()}
     assert {tuple(route) for route in torch.cat(output.gates, dim=1).tolist()} <= codes
     output.logits.square().sum().backward()
-    assert all(p.grad.abs().sum() > 0 for p in model.backbone.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in model.network.parameters())
     assert model.heads.weight.grad is None  # codes come from no head
     model.eval()
     torch.testing.assert_close(compiled(x).logits, model(x).logits, atol=1e-5, rtol=1e-5)
@@ -127,5 +125,6 @@ def test_a_model_with_codes_is_exported() -> None:
 
 
 def test_a_codebook_needs_gates() -> None:
+    model = model_with_codes()
     with pytest.raises(ValueError, match="a codebook needs gates"):
-        DeepMoE(None, None, model_with_codes().backbone, make_codebook())
+        DeepMoE(None, None, model.network, model.gating, make_codebook())

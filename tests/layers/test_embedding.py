@@ -34,19 +34,17 @@ def test_latent_form_classifies_from_the_mixture_weights_alone() -> None:
     ("widths", "side"), [(CIFAR_WIDTHS, 32), (IMAGENET_WIDTHS, 224), ((5, 7), 13)]
 )
 @pytest.mark.parametrize("form", ["classes", "latent"])
-def test_described_layers_cost_what_pytorch_counts(form: str, widths: tuple, side: int) -> None:
+def test_it_costs_what_pytorch_counts(form: str, widths: tuple, side: int) -> None:
     embedding = ShallowEmbedding(100, form=form, widths=widths)
-    layers = embedding.layers(side, side)
-    macs = sum(la.kernel_area * la.positions * la.in_channels * la.out_channels for la in layers)
-    assert macs == counted_macs(embedding, torch.randn(2, 3, side, side)) / 2
+    assert embedding.macs(side, side) == counted_macs(embedding, torch.randn(1, 3, side, side))
+    oblong = torch.randn(2, 3, side, side + 3)
+    assert embedding.macs(side, side + 3) == counted_macs(embedding, oblong) / 2
 
 
 def test_cifar_widths_cost_what_the_paper_implies() -> None:
-    layers = ShallowEmbedding(100).layers(32, 32)
-    convs = [la for la in layers if la.is_conv]
-    assert (
-        sum(c.kernel_area * c.positions * c.in_channels * c.out_channels for c in convs) == 5160960
-    )
+    embedding = ShallowEmbedding(100)
+    of_convs = embedding.macs(32, 32) - embedding.project.weight.numel()
+    assert of_convs == counted_macs(embedding.convs, torch.randn(1, 3, 32, 32)) == 5160960
 
 
 @pytest.mark.parametrize("form", ["classes", "latent"])

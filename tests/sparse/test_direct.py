@@ -55,7 +55,7 @@ def test_active_channels_of_every_geometry(
     geometry = ((stride,) * 2, (padding,) * 2, (dilation,) * 2)
     for inputs, outputs in ((7, 41), (20, 48), (1, 3)):  # the last uses the second's memory
         weight, bias = torch.randn(outputs, inputs, kernel, kernel), torch.randn(outputs)
-        layer = FoldedLayer(weight, bias, *geometry, relu=inputs > 1)
+        layer = FoldedLayer(weight, bias, *geometry, activation="relu" if inputs > 1 else "")
         outs, ins = some_of(outputs, density), some_of(inputs, density)
         x, gate = torch.randn(1, len(ins), *size), torch.rand(len(outs))
         assert direct_runs(layer, x)
@@ -68,20 +68,22 @@ def test_active_channels_of_every_geometry(
         torch.testing.assert_close(found, again, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_all_channels_onto_a_stream(kernel: int, channels_last: bool) -> None:
+def test_all_channels_onto_a_stream(kernel: int, channels_last: bool, relu: bool) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(40, 24, kernel, kernel), torch.randn(1, 24, 9, 11)
     onto, padding = torch.randn(1, 40, 9, 11), (kernel // 2,) * 2
     if channels_last:
         x, onto = (t.contiguous(memory_format=torch.channels_last) for t in (x, onto))
-    layer, forms = FoldedLayer(weight, None, padding=padding), {}
-    expected = F.relu(F.conv2d(x, weight, padding=padding) + onto)
+    layer, forms = FoldedLayer(weight, None, padding=padding, activation="relu" if relu else ""), {}
+    expected = F.conv2d(x, weight, padding=padding) + onto
+    expected = expected.relu() if relu else expected
     found = DirectConvolution(layer, (9, 11), forms)(x, onto, None, None, None)
     assert error(found, expected) <= 1e-5
     # What it leaves is taken as it is by the next.
-    following = FoldedLayer(torch.randn(30, 40, 1, 1), torch.randn(30))
+    following = FoldedLayer(torch.randn(30, 40, 1, 1), torch.randn(30), activation="relu")
     expected = F.relu(F.conv2d(expected, following.weight, following.bias) + onto[:, :30])
     direct = DirectConvolution(following, (9, 11), forms)
     assert error(direct(found, onto[:, :30], None, None, None), expected) <= 1e-5
@@ -95,3 +97,4 @@ def test_what_it_does_not_run() -> None:
     assert not direct_runs(layer, x.double())
     assert not direct_runs(layer, x.expand(2, -1, -1, -1))
     assert not direct_runs(FoldedLayer(torch.randn(32, 3, 5, 5), None), x)
+    assert not direct_runs(FoldedLayer(torch.randn(3, 1, 3, 3), None, groups=3), x)

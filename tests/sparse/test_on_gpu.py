@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from deepmoe.bench.random_routes import routes_as_codebook, set_routes
 from deepmoe.config import EmbeddingConfig
+from deepmoe.random_routes import routes_as_codebook, set_routes
 from deepmoe.registry import create_model
 from deepmoe.sparse import sparsify
 

@@ -75,7 +75,7 @@ def test_codes_cost_what_their_images_cost() -> None:
     gates = model.heads(e_BD)
     model.codebook = learn_codebook(model, batches_of(e_BD), 12, (8, 8))
     coded, _ = model.route(images_of(e_BD))
-    free_macs, coded_macs = (count_macs(model.backbone, 8, g).double() for g in (gates, coded))
+    free_macs, coded_macs = (count_macs(model.gating, 8, g).double() for g in (gates, coded))
     assert coded_macs.mean().item() == pytest.approx(free_macs.mean().item(), rel=0.02)
     assert len(coded_macs.unique()) <= 12
 
@@ -86,12 +86,12 @@ def test_a_channel_counts_by_what_it_costs() -> None:
     weight = learn_codebook(model, batches_of(e_BD), 2, (8, 8)).weight
     assert weight.mean().item() == pytest.approx(1)
     full = [torch.ones(1, 8) for _ in range(9)]
-    dense = count_macs(model.backbone, 8)
+    dense = count_macs(model.gating, 8)
     saved = []
     for layer in range(9):
         without = [g.clone() for g in full]
         without[layer][0, 0] = 0
-        saved.append(dense - count_macs(model.backbone, 8, without).item())
+        saved.append(dense - count_macs(model.gating, 8, without).item())
     expected = torch.tensor(saved).repeat_interleave(8).float()
     torch.testing.assert_close(weight, expected / expected.mean())
 

@@ -306,7 +306,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch) -> N
     def ruin(self, *arguments):
         sums = original(self, *arguments)
         with torch.no_grad():
-            self.model.backbone.fc.weight.fill_(float("nan"))
+            self.model.network.fc.weight.fill_(float("nan"))
         return sums
 
     monkeypatch.setattr(trainer.Trainer, "train_epoch", ruin)
@@ -355,7 +355,7 @@ def test_the_frozen_stage_trains_the_base_network_alone(form: str, tmp_path) -> 
     assert any("running_mean" in n for n in routing)
     for name in routing:
         assert torch.equal(before[name], after[name]), name
-    base = [n for n in before if n.startswith("backbone.") and n.endswith("weight")]
+    base = [n for n in before if n.startswith("network.") and n.endswith("weight")]
     for name in base:
         assert not torch.equal(before[name], after[name]), name
 
@@ -415,7 +415,7 @@ def test_a_run_that_never_began_is_not_in_the_way(whole_run, tmp_path) -> None:
 
 
 def test_images_too_small_for_the_network_are_named(tmp_path) -> None:
-    with pytest.raises(UserError, match="needs at least 32 px"):
+    with pytest.raises(UserError, match="8x8 px: it needs at least 32 px"):
         run(tiny_config("model.name=vgg11", "model.widths=[4,4,4,4,4,4,4,4]"), tmp_path)
 
 
@@ -431,13 +431,13 @@ def test_a_missing_gpu_is_named(tmp_path) -> None:
 
 
 def test_a_run_starts_from_another_and_learns_from_it(whole_run, tmp_path) -> None:
-    before = load_checkpoint(whole_run.checkpoint).model.backbone.state_dict()
+    before = load_checkpoint(whole_run.checkpoint).model.network.state_dict()
     path = whole_run.checkpoint
     taught = ["loss.distillation=1", f"train.teacher={path}", f"train.start={path}"]
     one_step = ["train.epochs=1", "train.finetune_epochs=0", "train.lr=1e-12"]
     config = tiny_config(*taught, *one_step, "train.weight_decay=0")
     result = run(config, tmp_path / "student")
-    for name, tensor in result.model.backbone.named_parameters():
+    for name, tensor in result.model.network.named_parameters():
         torch.testing.assert_close(tensor.cpu(), before[name])
     assert read_metrics(result.metrics)[-1]["distillation_loss"] > 0
     wider = tiny_config(*taught, *one_step, "model.widths=[8, 8, 8, 8, 8, 8, 8, 8, 8]")

@@ -7,6 +7,7 @@ import torch
 from helpers import tiny_config
 
 from deepmoe.config import RunConfig
+from deepmoe.data import DataInfo
 from deepmoe.losses import DeepMoELoss
 from deepmoe.model import DeepMoE
 from deepmoe.training import fit
@@ -14,6 +15,7 @@ from deepmoe.training.step import Objective
 from deepmoe.training.teachers import Teachers
 from deepmoe.training.trainer import make_model
 
+INFO = DataInfo(tuple("0123456789"), (8, 8), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -24,7 +26,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def model_of(config: RunConfig) -> DeepMoE:
-    return make_model(config, 10, torch.device("cpu")).eval()
+    return make_model(config, INFO, torch.device("cpu")).eval()
 
 
 def test_no_random_number_is_drawn(digits) -> None:

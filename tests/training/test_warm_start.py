@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_config
+from torch import nn
 
 from deepmoe.checkpoint import load_checkpoint, save_checkpoint
 from deepmoe.errors import UserError
+from deepmoe.graph import channel_strengths
 from deepmoe.layers import GateHeads
 from deepmoe.registry import create_model
 from deepmoe.training import fit
-from deepmoe.training.warm_start import channel_strengths
 
 
 def test_stronger_channels_get_larger_gates() -> None:
@@ -31,15 +32,15 @@ def test_stronger_channels_get_larger_gates() -> None:
 
 def test_a_channel_is_strong_by_its_own_scale_and_by_what_reads_it() -> None:
     model = create_model("vgg11", widths=[4] * 8, classes=3, gate_last=True)
-    convs = model.backbone.convs
+    features = model.network.features
     with torch.no_grad():
-        for conv in convs:
-            conv.bn.weight.fill_(1.0)
-            conv.conv.weight.fill_(0.5)
-        model.backbone.classifier.weight.fill_(2.0)
-        convs[0].bn.weight[2] = -3.0
-        convs[1].conv.weight[:, 1] = 0.0
-    first, *others, last = channel_strengths(model.backbone, (32, 32))
+        for module in features:
+            if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
+                module.weight.fill_(0.5 if isinstance(module, nn.Conv2d) else 1.0)
+        model.network.classifier.weight.fill_(2.0)
+        features[1].weight[2] = -3.0  # the norm behind the first convolution
+        features[4].weight[:, 1] = 0.0  # the second convolution
+    first, *others, last = channel_strengths(model.network, model.gating)
     usual = 0.5 * (4 * 9) ** 0.5  # 4 filters of 3 x 3 read a channel
     torch.testing.assert_close(first, torch.tensor([usual, 0.0, 3 * usual, usual]))
     for strengths in others:
@@ -81,25 +82,32 @@ def test_a_teacher_of_other_classes_is_refused(trained: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("gates", ["inner", "all"])
 @pytest.mark.parametrize("name", ["resnet20", "resnet50", "drn_a_50"])
 def test_every_gated_channel_of_a_residual_network_has_a_strength(name: str, gates: str) -> None:
-    backbone = create_model(name, classes=3, gates=gates).backbone
-    strengths = channel_strengths(backbone, (64, 64))
-    assert [len(s) for s in strengths] == list(backbone.gate_widths)
+    model = create_model(name, classes=3, gates=gates)
+    strengths = channel_strengths(model.network, model.gating)
+    assert [len(s) for s in strengths] == list(model.gating.widths)
     assert all((s > 0).all() for s in strengths)
 
 
-def test_outputs_of_a_residual_block_are_as_strong_as_their_scale() -> None:
-    backbone = create_model("resnet20", classes=3, gates="all").backbone
-    scale = torch.rand(16)
-    with torch.no_grad():
-        backbone.get_submodule("stages.0.0.convs.1").bn.weight.copy_(scale)
-    torch.testing.assert_close(channel_strengths(backbone, (32, 32))[1], scale)
+def test_a_residual_stream_is_strong_by_all_that_makes_and_reads_it() -> None:
+    model = create_model("resnet18", classes=3, gates="all")
+    network = model.network
+    norms = [network.bn1, network.layer1[0].bn2, network.layer1[1].bn2]
+    after = network.layer2[0]
+    readers = [network.layer1[0].conv1, network.layer1[1].conv1, after.conv1, after.downsample[0]]
+    for norm in norms:
+        nn.init.normal_(norm.weight)
+    scale = torch.stack([norm.weight.detach().abs() for norm in norms]).mean(dim=0)
+    read = torch.cat([conv.weight.detach().transpose(0, 1).flatten(1) for conv in readers], dim=1)
+    strengths = channel_strengths(network, model.gating)
+    assert model.gating.names[0] == "conv1"
+    torch.testing.assert_close(strengths[0], scale * read.norm(dim=1))
 
 
 def test_gates_on_a_trained_network_open_at_its_strongest_channels(tmp_path: Path) -> None:
     dense = fit(tiny_config("model.gates=none"), tmp_path / "dense", quiet=True)
     start = (f"train.start={dense.checkpoint}", "heads.init=split(0.5)", "train.epochs=1")
     gated = fit(tiny_config(*start, "train.lr=1e-9"), tmp_path / "gated", quiet=True).model
-    strengths = channel_strengths(dense.model.backbone, (8, 8))
+    strengths = channel_strengths(dense.model.network, dense.model.gating)
     weights = gated.heads.weight.split(gated.heads.widths)
     for weight, strength in zip(weights, strengths, strict=True):
         is_open = (weight > 0).all(dim=1).cpu()

@@ -40,7 +40,7 @@ def set_routes(
         ranks = random[layer].argsort(dim=0, descending=True).argsort(dim=0)
         weight[layer] = torch.where(ranks < runs, 0.5 + random[layer], -1.0)
         start += width
-    x = torch.randn(images, 3, *size, generator=generator, device=device)
+    x = torch.randn(images, model.gating.graph.colours, *size, generator=generator, device=device)
     project = model.embedding.project
     features = torch.cat([_features(model, part) for part in x.split(8)])
     mean, std = features.mean(dim=0), features.std(dim=0).clamp_min(1e-6)
@@ -54,7 +54,7 @@ def routes_as_codebook(model: DeepMoE) -> DeepMoE:
     assert isinstance(model.heads, GateHeads)
     codes_KC = model.heads.weight.detach().T.relu()
     book = RouteCodebook(codes_KC, torch.ones_like(codes_KC[0]), model.heads.widths)
-    return DeepMoE(model.embedding, model.heads, model.backbone, book).eval()
+    return model.with_gates(codebook=book).eval()
 
 
 def _features(model: DeepMoE, x_BCHW: Tensor) -> Tensor:

@@ -1,0 +1,89 @@
+"""Networks to hand over: plain modules that hold the channels of a route, or of a few, and no more.
+
+They need nothing of deepmoe, and export to ONNX or by `torch.export` with the savings in them.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from deepmoe.errors import UserError
+from deepmoe.graph import scale_inputs
+from deepmoe.graph.capture import one_tensor
+from deepmoe.model import DeepMoE
+
+
+class Logits(nn.Module):
+    """A network whose output is one tensor, whatever its own class calls it."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return one_tensor(self.network(x_BCHW))
+
+
+class CodedNetwork(nn.Module):
+    """A small network for each code, and what finds an image's code. For one image at a time.
+
+    Args:
+        model: with a codebook.
+    """
+
+    def __init__(self, model: DeepMoE) -> None:
+        super().__init__()
+        if model.codebook is None or model.embedding is None or model.heads is None:
+            raise UserError("the model has no codebook: train it with train.codes")
+        if model.thresholds is not None:
+            raise UserError("the model has thresholds of an earlier version: deepmoe cut makes new")
+        self.embedding = copy.deepcopy(model.embedding)
+        self.heads = copy.deepcopy(model.heads)
+        self.codebook = copy.deepcopy(model.codebook)
+        self.networks = nn.ModuleList(
+            static_network(model, code) for code in model.codebook.codes.unbind()
+        )
+        self.eval()
+
+    def forward(self, x_1CHW: Tensor) -> Tensor:
+        if x_1CHW.shape[0] != 1:
+            raise UserError(f"a coded network takes one image at a time, not {x_1CHW.shape[0]}")
+        e_1D, _ = self.embedding(x_1CHW)
+        code = self.codebook.nearest(self.heads(e_1D))[0]
+        return self._run(code, 0, x_1CHW)
+
+    def _run(self, code: Tensor, first: int, x_1CHW: Tensor) -> Tensor:
+        """Runs the network of a code that is not below `first`."""
+        if first == len(self.networks) - 1:
+            return self.networks[first](x_1CHW)
+        return torch.cond(
+            code == first,
+            lambda x: self.networks[first](x),
+            lambda x: self._run(code, first + 1, x),
+            (x_1CHW,),
+        )
+
+
+@torch.no_grad()
+def static_network(model: DeepMoE, gates_C: Tensor) -> nn.Module:
+    """A plain network that gives what the model gives under these gates.
+
+    Args:
+        model: gated.
+        gates_C: of all groups side by side, such as a code of its codebook, or
+            `torch.cat(output.gates, dim=1)[0]` of an image.
+
+    Returns:
+        A network of its own, in evaluation mode, without the channels whose gates are closed, and
+        with the other gates in its weights.
+    """
+    if gates_C.shape != (sum(model.gating.widths),):
+        raise UserError(
+            f"a route is {sum(model.gating.widths)} gates side by side, not {list(gates_C.shape)}"
+        )
+    gates = gates_C.detach().split(model.gating.widths)
+    small, gating, left = model.gating.narrow(model.network, [g != 0 for g in gates])
+    kept = [g.index_select(0, at.to(g.device)) for g, at in zip(gates, left, strict=True)]
+    scale_inputs(small, gating, torch.cat(kept))
+    return Logits(small).eval()

@@ -1,0 +1,24 @@
+"""Any convolutional network as data, captured once: everything else is a function of it."""
+
+from deepmoe.graph.capture import evaluation_mode
+from deepmoe.graph.gating import Gating, NothingToGate, choose, open_groups, why_not
+from deepmoe.graph.graph import Graph, Group, Layer, describe
+from deepmoe.graph.narrow import narrowed, narrowed_graph
+from deepmoe.graph.strengths import channel_strengths, scale_inputs
+
+__all__ = [
+    "Gating",
+    "Graph",
+    "Group",
+    "Layer",
+    "NothingToGate",
+    "channel_strengths",
+    "choose",
+    "describe",
+    "evaluation_mode",
+    "narrowed",
+    "narrowed_graph",
+    "open_groups",
+    "scale_inputs",
+    "why_not",
+]

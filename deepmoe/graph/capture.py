@@ -1,0 +1,378 @@
+"""A network as a graph of operations, captured from its own forward.
+
+`torch.fx` traces most networks in milliseconds. Where their Python code asks for values, as in
+networks of Hugging Face, `torch.export` follows it with real shapes, in seconds. Either way the
+graph calls the network's own modules: weights, training mode and statistics stay those of the user.
+"""
+
+import contextlib
+import inspect
+import io
+import logging
+import operator
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from deepmoe.errors import UserError
+from deepmoe.graph import functions
+from deepmoe.graph.operations import name_of
+
+MOST_CONSTANTS = 64  # numbers that the code of a network may hold in a tensor
+STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")  # of timm, of torchvision
+# Modules that may work in place, the functions that never do, and the settings these take.
+ACTIVATIONS: dict[type[nn.Module], tuple[Any, ...]] = {
+    nn.ReLU: (F.relu,),
+    nn.ReLU6: (F.relu6,),
+    nn.SiLU: (F.silu,),
+    nn.Hardswish: (F.hardswish,),
+    nn.Hardsigmoid: (F.hardsigmoid,),
+    nn.Mish: (F.mish,),
+    nn.ELU: (F.elu, "alpha"),
+    nn.LeakyReLU: (F.leaky_relu, "negative_slope"),
+    nn.Hardtanh: (F.hardtanh, "min_val", "max_val"),
+}
+
+
+def capture(module: nn.Module, images: Tensor) -> fx.Graph:
+    """The operations of a network, from one input of images to one output.
+
+    Args:
+        module: the network; its mode is left as it is.
+        images: such as it takes. Sizes other than theirs are possible where its code allows it.
+
+    Raises:
+        UserError: where it can't be captured, or gives more than one tensor.
+    """
+    with evaluation_mode(module):
+        expected = one_tensor(_call(module, images))
+        if expected.dim() < 2 or len(expected) != len(images):
+            raise UserError(
+                f"the network gives a tensor of shape {tuple(expected.shape)} for {len(images)} "
+                "images, not logits for each of them"
+            )
+        graph = _by_fx(module, images, expected)
+        return _by_export(module, images) if graph is None else graph
+
+
+@contextlib.contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside, each module's own mode again afterwards."""
+    modes = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, mode in modes.items():
+            m.training = mode
+
+
+def one_tensor(output: Any) -> Tensor:
+    """The only tensor of a network's output, such as the logits of Hugging Face's.
+
+    Raises:
+        UserError: where there is another number of them.
+    """
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(output, Tensor):
+        return output
+    tensors = [v for v in values if isinstance(v, Tensor)] if isinstance(values, Iterable) else []
+    if len(tensors) != 1 or len(tensors) != sum(v is not None for v in values):
+        raise UserError(
+            f"the network gives {len(tensors)} tensors in a {type(output).__name__}: "
+            "wrap it in a module whose forward returns its logits alone"
+        )
+    return tensors[0]
+
+
+def _call(module: nn.Module, images: Tensor) -> Any:
+    try:
+        with torch.no_grad():
+            return module(images)
+    except UserError:
+        raise
+    except Exception as error:  # of anybody's code
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise UserError(
+            f"the network does not take images of shape {tuple(images.shape)}: {reason}"
+        ) from error
+
+
+class _Tracer(fx.Tracer):
+    """Stops at PyTorch's own modules; follows subclasses of theirs, whose forwards may do more."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if type(m).__name__ in STOCHASTIC_DEPTH:  # which asks for its mode
+            return True
+        return type(m).__module__.startswith("torch.nn") and not isinstance(m, nn.Sequential)
+
+
+def _by_fx(module: nn.Module, images: Tensor, expected: Tensor) -> fx.Graph | None:
+    """By tracing with stand-ins; `None` where that fails, or would compute something else."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            graph = _normalised(_copied(_traced(module)), module)
+        if expected.is_meta:  # there are no values to compare
+            return graph
+        with torch.no_grad():
+            found = one_tensor(fx.GraphModule(module, graph)(images))
+        return graph if torch.equal(found, expected) else None
+    except Exception:  # of anybody's code, under stand-ins
+        return None
+
+
+def _traced(module: nn.Module) -> fx.Graph:
+    """What the tracer finds; tensors that the code holds become constants of the graph."""
+    graph = _Tracer().trace(module)
+    for node in graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name.startswith("_tensor_constant"):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(_constant(graph, getattr(module, name)))
+            graph.erase_node(node)
+            delattr(module, name)  # where the tracer has left it
+    return graph
+
+
+def _by_export(module: nn.Module, images: Tensor) -> fx.Graph:
+    """By following the code with real shapes; batch and image size are left free."""
+    free = {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
+    images = torch.cat([images, images])  # one image would be taken for a constant
+    try:
+        silent = contextlib.redirect_stderr(io.StringIO())  # it shows code that it can't follow
+        with warnings.catch_warnings(action="ignore"), _quiet(), silent, torch.no_grad():
+            exported = torch.export.export(module, (images,), dynamic_shapes=(free,), strict=False)
+    except Exception as error:  # of anybody's code
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise UserError(
+            f"the network {type(module).__name__} can't be captured ({reason}): "
+            "its forward should take one batch of images, and branch on nothing but shapes"
+        ) from error
+    _tell_of_stochastic_depth(module)
+    with warnings.catch_warnings(action="ignore"):  # the graph belongs to no module yet
+        return _normalised(_with_attributes(exported), module)
+
+
+def _tell_of_stochastic_depth(module: nn.Module) -> None:
+    """Says what an exported network has lost: blocks that are left out at random in training."""
+    for path, part in module.named_modules():
+        rate = getattr(part, "drop_prob", None) or getattr(part, "p", None)
+        if type(part).__name__.endswith(STOCHASTIC_DEPTH) and rate:
+            warnings.warn(
+                f"stochastic depth ({path} and others) is not applied in training: "
+                "its code asks for a mode that is fixed when the network is captured",
+                stacklevel=2,
+            )
+            return
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Export tells of what it tries and can't, though it finds another way."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx", "torch.export", "torch._dynamo")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _with_attributes(exported: Any) -> fx.Graph:
+    """The exported graph with parameters as attributes of the module, and without its checks."""
+    graph, signature = exported.graph, exported.graph_signature
+    attributes = {
+        spec.arg.name: spec.target
+        for spec in signature.input_specs
+        if spec.target is not None and hasattr(spec.arg, "name")
+    }
+    constants = exported.constants
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and node.name in attributes:
+            with graph.inserting_before(node):
+                target = attributes[node.name]
+                if target in constants and target not in exported.state_dict:
+                    kept = _constant(graph, constants[target])
+                else:
+                    kept = graph.get_attr(target)
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+        elif node.op == "call_module" or _is_check(node):
+            graph.erase_node(node)
+    (output,) = graph.find_nodes(op="output")
+    results = [n for n in output.args[0] if isinstance(n, fx.Node)]
+    output.args = (results[0],)
+    return _copied(graph)
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """A graph that belongs to no module yet."""
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph, {}))
+    return copied
+
+
+def _is_check(node: fx.Node) -> bool:
+    return any(word in str(node.target) for word in ("_assert", "sym_constrain", "_guards"))
+
+
+def _constant(graph: fx.Graph, value: Tensor) -> fx.Node:
+    if not isinstance(value, Tensor) or value.numel() > MOST_CONSTANTS:
+        raise UserError("the network's code holds a tensor of its own: make it a buffer")
+    images = next(iter(graph.find_nodes(op="placeholder")))
+    return graph.call_function(functions.constant, (images, value.tolist(), value.dtype))
+
+
+def _normalised(graph: fx.Graph, root: nn.Module) -> fx.Graph:
+    """The same graph, in which layers and norms are modules, and nothing is changed in place."""
+    for node in list(graph.nodes):
+        name = name_of(node, root) if node.op.startswith("call") else ""
+        if name == "conv2d" and node.op == "call_function":
+            _make_convolution(graph, node, root)
+        elif name == "linear" and node.op == "call_function":
+            _make_module(graph, node, root, nn.Linear, node.args[0], node.args[1])
+        elif name == "batchnorm" and node.op == "call_function":
+            _make_norm(graph, node, root)
+        elif name == "prelu" and node.op == "call_module":
+            with graph.inserting_before(node):
+                slopes = graph.get_attr(f"{node.target}.weight")
+                _replace(graph, node, graph.call_function(F.prelu, (node.args[0], slopes)))
+        elif node.op.startswith("call"):
+            _make_functional(graph, node, root)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.lint()
+    return graph
+
+
+def _arguments(node: fx.Node, function: Any) -> dict[str, Any]:
+    """Arguments of a call by name, as of PyTorch's function of the same kind."""
+    bound = inspect.signature(function).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _owner(weight: Any, root: nn.Module, kind: type[nn.Module], exact: bool) -> str | None:
+    """The path of the module that a weight belongs to, if it is of this kind."""
+    if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+        return None
+    path, _, name = str(weight.target).rpartition(".")
+    if name != "weight" or not path:
+        return None
+    module = root.get_submodule(path)
+    return path if (type(module) is kind if exact else isinstance(module, kind)) else None
+
+
+def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def _make_module(
+    graph: fx.Graph, node: fx.Node, root: nn.Module, kind: type[nn.Module], x: Any, weight: Any
+) -> bool:
+    """Lets the module itself stand for a call with its weight, if its forward is that call."""
+    path = _owner(weight, root, kind, exact=True)
+    if path is None:
+        return False
+    with graph.inserting_before(node):
+        _replace(graph, node, graph.call_module(path, (x,)))
+    return True
+
+
+def _make_convolution(graph: fx.Graph, node: fx.Node, root: nn.Module) -> None:
+    def signature(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1): ...
+
+    given = _arguments(node, signature)
+    path = _owner(given["weight"], root, nn.Conv2d, exact=True)
+    if path is not None:
+        conv = root.get_submodule(path)
+        own = (conv.stride, conv.padding, conv.dilation)
+        asked = tuple(_pair(given[key]) for key in ("stride", "padding", "dilation"))
+        if own == asked and conv.padding_mode == "zeros":
+            _make_module(graph, node, root, nn.Conv2d, given["input"], given["weight"])
+            return
+    keys = ("input", "weight", "bias", "stride", "padding", "dilation")
+    with graph.inserting_before(node):
+        new = graph.call_function(functions.conv2d, tuple(given[key] for key in keys))
+        _replace(graph, node, new)
+
+
+def _make_norm(graph: fx.Graph, node: fx.Node, root: nn.Module) -> None:
+    if node.target is F.batch_norm:
+        given = _arguments(node, F.batch_norm)
+        x, weight = given["input"], given["weight"]
+    else:
+        x, weight = node.args[0], node.args[1]
+    if _make_module(graph, node, root, nn.BatchNorm2d, x, weight):
+        return
+    path = _owner(weight, root, nn.BatchNorm2d, exact=False)
+    if path is not None:
+        with graph.inserting_before(node):
+            module = graph.get_attr(path)
+            _replace(graph, node, graph.call_function(functions.batch_norm, (x, module)))
+
+
+def _make_functional(graph: fx.Graph, node: fx.Node, root: nn.Module) -> None:
+    """Replaces an operation that changes its input by one that does not.
+
+    Whoever reads the input after it reads the result instead.
+    """
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        if not getattr(module, "inplace", False) or type(module) not in ACTIVATIONS:
+            return
+        function, *names = ACTIVATIONS[type(module)]
+        with graph.inserting_before(node):
+            options = {name: getattr(module, name) for name in names}
+            new = graph.call_function(function, node.args, options)
+        source = node.args[0]
+        _replace(graph, node, new)
+        node = new
+    else:
+        target = _functional_target(node)
+        if target is None:
+            return
+        node.target, source = target, node.args[0]
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+    if isinstance(source, fx.Node):
+        for user in _users_after(node, source):
+            user.replace_input_with(source, node)
+
+
+def _functional_target(node: fx.Node) -> Any:
+    if node.op == "call_method":
+        name = str(node.target)
+        return name.rstrip("_") if name.endswith("_") and not name.endswith("__") else None
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        packet = target._opname
+        if packet.endswith("_") and not packet.endswith("__"):
+            return getattr(getattr(torch.ops.aten, packet[:-1]), target._overloadname)
+        return None
+    name = getattr(target, "__name__", "")
+    if name in ("iadd", "isub", "imul", "itruediv"):
+        return getattr(operator, name[1:])
+    if name.endswith("_") and not name.endswith("__"):
+        return getattr(F, name[:-1], None) or getattr(torch, name[:-1])
+    return target if node.kwargs.get("inplace") else None
+
+
+def _users_after(node: fx.Node, source: fx.Node) -> list[fx.Node]:
+    after, at = set(), node.next
+    while at.op != "root":
+        after.add(at)
+        at = at.next
+    return [user for user in source.users if user in after]
+
+
+def _pair(value: Any) -> Any:
+    if isinstance(value, int):
+        return (value, value)
+    return tuple(value) if isinstance(value, list | tuple) else value

@@ -1,0 +1,370 @@
+"""Which channels belong together: numbers are sent through a network in place of values.
+
+Every channel that a layer makes gets a number of its own. Operations that move values move the
+numbers as they are; those that work value by value unite the numbers that meet; a depthwise
+convolution passes them on, a grouped one unites those of a block. Whatever else there is pins the
+channels that reach it, with a reason: they stay as they are, ungated.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree
+
+from deepmoe.graph import functions
+from deepmoe.graph.operations import (
+    ADDITIONS,
+    COPYING,
+    LAYERS,
+    MIXING,
+    MOVING,
+    NORMS,
+    PADDING,
+    PAIRWISE,
+    POINTWISE,
+    REDUCING,
+    SPATIAL,
+    name_of,
+)
+
+NOTHING = 0  # the number of values that no layer has made
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer as it is called in the graph."""
+
+    node: str  # its name
+    path: str  # of the module that owns the weight
+    is_conv: bool
+    ins: Tensor  # number of each input channel
+    outs: Tensor  # number of each output channel
+    groups: int  # of one that is grouped or depthwise: outputs have their inputs' numbers
+    kernel_area: int
+
+
+class Shapes(fx.Interpreter):
+    """Runs a graph for its shapes alone; on the meta device, where nothing is computed."""
+
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(root, garbage_collect_values=False, graph=graph)
+        self.root = root
+        self.names = {n: name_of(n, root) for n in graph.nodes if n.op.startswith("call")}
+
+    def run_node(self, n: fx.Node) -> Any:
+        # Shapes stay what they are, and batch norm takes its time even without values.
+        name = self.names.get(n)
+        if name in NORMS | POINTWISE - COPYING and isinstance(n.args[0], fx.Node):
+            return self.env[n.args[0]]
+        return super().run_node(n)
+
+
+class Channels(Shapes):
+    """The same, with numbers of channels beside the shapes.
+
+    Attributes after `run`:
+        calls: of layers, in order.
+        followers: for names of parameters and buffers, a number for each of their values.
+        pinned: reasons by number.
+        added: numbers that met in an addition.
+    """
+
+    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
+        super().__init__(root, graph)
+        self.parents = [NOTHING]
+        self.labels: dict[fx.Node, Any] = {}
+        self.calls: list[Call] = []
+        self.followers: dict[str, Tensor] = {}
+        self.pinned: dict[int, str] = {}
+        self.added: set[int] = set()
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        self.labels[n] = self._labels(n, value)
+        return value
+
+    # What numbers are equal.
+
+    def fresh(self, count: int) -> Tensor:
+        """Numbers that nothing has yet."""
+        start = len(self.parents)
+        self.parents.extend(range(start, start + count))
+        return torch.arange(start, start + count)
+
+    def root_of(self, number: int) -> int:
+        """What stands for all numbers that are united with this one."""
+        while self.parents[number] != number:
+            self.parents[number] = self.parents[self.parents[number]]
+            number = self.parents[number]
+        return number
+
+    def roots(self, numbers: Tensor) -> Tensor:
+        """The same for many."""
+        return torch.tensor([self.root_of(n) for n in numbers.tolist()], dtype=torch.int64)
+
+    def unite(self, one: int, other: int) -> None:
+        """Makes two numbers stand for channels that come and go together."""
+        one, other = sorted((self.root_of(one), self.root_of(other)))
+        if one == NOTHING:
+            self.pin([other], "meets values that no layer has made")
+        else:
+            self.parents[other] = one
+
+    def pin(self, numbers: Iterable[int], reason: str) -> None:
+        """Keeps channels as they are."""
+        for number in numbers:
+            if number != NOTHING:
+                self.pinned.setdefault(number, reason)
+
+    # What operations do to numbers.
+
+    def _labels(self, node: fx.Node, value: Any) -> Any:
+        if node.op == "output":
+            self._pin_all(node, "is the network's output")
+            return None
+        if not node.op.startswith("call"):
+            return _nothing(value)
+        name = self.names[node]
+        weight = self._weight_of(node, name)
+        if weight is not None:
+            return self._layer(node, *weight, value)
+        if name in NORMS:
+            return self._norm(node, value)
+        if name in POINTWISE:
+            return self._labels_of(node.args[0])
+        if name in PAIRWISE:
+            return self._pair(node, name, value)
+        if name == "prelu":
+            return self._prelu(node, value)
+        if name == "instancenorm2d" and self._has_no_parameters(node):
+            return self._spatial(node, name, value)
+        if name in SPATIAL or _pads_positions(node, name) or name in REDUCING:
+            return self._spatial(node, name, value)
+        if name in MOVING:
+            return self._move(node, value)
+        if _has_tensor(value):
+            why = "mixes channels" if name in MIXING else "is not understood"
+            self._pin_all(node, f"reaches {name}, which {why}")
+        return _nothing(value)
+
+    def _has_no_parameters(self, node: fx.Node) -> bool:
+        module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+        return module is not None and not module.state_dict()
+
+    def _labels_of(self, argument: Any) -> Any:
+        return self.labels[argument] if isinstance(argument, fx.Node) else None
+
+    def _weight_of(self, node: fx.Node, name: str) -> tuple[str, bool] | None:
+        """Path of the layer's module and whether it is a convolution; `None` for other nodes."""
+        if name not in LAYERS:
+            return None
+        if node.op == "call_module":
+            return str(node.target), name == "conv2d"
+        weight = node.args[1]
+        if not isinstance(weight, fx.Node) or weight.op != "get_attr":
+            return None  # made by the network itself
+        return str(weight.target).rpartition(".")[0], name == "conv2d"
+
+    def _layer(self, node: fx.Node, path: str, is_conv: bool, value: Tensor) -> Tensor:
+        module = self.root.get_submodule(path)
+        weight, dim = module.weight, 1 if is_conv else -1
+        assert isinstance(weight, Tensor)
+        ins = self._by_channel(node, self._labels_of(node.args[0]), dim)
+        groups = len(ins) // weight.shape[1]
+        per_group = len(weight) // groups
+        if groups == 1:
+            outs = self.fresh(len(weight))
+        else:
+            blocks = ins.view(groups, -1)
+            for block in blocks.tolist():
+                for other in block[1:]:
+                    self.unite(block[0], other)
+            outs = blocks[:, :1].expand(-1, per_group).flatten()
+        self.followers[f"{path}.bias"] = outs
+        area = weight.shape[2] * weight.shape[3] if is_conv else 1
+        self.calls.append(Call(node.name, path, is_conv, ins, outs, groups, area))
+        return _expanded(outs, dim, value)
+
+    def _norm(self, node: fx.Node, value: Tensor) -> Tensor:
+        path = node.target if node.op == "call_module" else None
+        if node.target is functions.batch_norm:
+            path = node.args[1].target  # type: ignore[union-attr]
+        numbers = self._by_channel(node, self._labels_of(node.args[0]), 1)
+        if path is None:
+            self._pin_all(node, "reaches a batch norm without a module of its own")
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.followers[f"{path}.{name}"] = numbers
+        return _expanded(numbers, 1, value)
+
+    def _prelu(self, node: fx.Node, value: Tensor) -> Tensor:
+        numbers = self._by_channel(node, self._labels_of(node.args[0]), 1)
+        slopes = node.args[1]
+        if not isinstance(slopes, fx.Node) or slopes.op != "get_attr":
+            self._pin_all(node, "reaches a PReLU whose slopes are no parameter")
+        elif self.fetch_attr(str(slopes.target)).numel() > 1:
+            self.followers[str(slopes.target)] = numbers
+        return _expanded(numbers, 1, value)
+
+    def _pair(self, node: fx.Node, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        sides = [a for a in node.args[:2] if isinstance(a, fx.Node)]
+        tensors = [a for a in sides if isinstance(self.labels.get(a), Tensor)]
+        for side in tensors:
+            if side.op == "get_attr":
+                return self._follow(node, side, [t for t in tensors if t is not side], value)
+        if len(tensors) < 2 or tensors[0] is tensors[1]:
+            return self.labels[tensors[0]].expand(value.shape) if tensors else _nothing(value)
+        labels = [_compact(self.labels[t]) for t in tensors]
+        wide = self._used_for_many(labels, name)
+        if wide is not None:
+            return wide.expand(value.shape)
+        left, right = torch.broadcast_tensors(*labels)
+        pairs = torch.stack([left.flatten(), right.flatten()], dim=1).unique(dim=0)
+        for one, other in pairs[(pairs != NOTHING).all(dim=1)].tolist():
+            if name in ADDITIONS and self.root_of(one) != self.root_of(other):
+                self.added.add(one)
+            self.unite(one, other)
+        return torch.where(left != NOTHING, left, right).expand(value.shape)
+
+    def _used_for_many(self, labels: list[Tensor], name: str) -> Tensor | None:
+        """Pins a side of which single channels meet many of the other, such as a mask's only one.
+
+        Returns:
+            The other side's numbers; `None` where channels meet one by one.
+        """
+        for few, many in (labels, labels[::-1]):
+            if few.dim() > many.dim():
+                continue
+            shape = (1,) * (many.dim() - few.dim()) + tuple(few.shape)
+            sides = zip(shape, many.shape, strict=True)
+            spread = many.dim() > 1 and any(s == 1 < m for s, m in sides)
+            one_of_many = few.numel() == 1 and bool((few != NOTHING).any())
+            if spread and one_of_many and len(many.unique()) > 1:
+                self.pin(few.unique().tolist(), f"is used for all channels by {name}")
+                return many
+        return None
+
+    def _follow(self, node: fx.Node, parameter: fx.Node, others: list[fx.Node], value: Any) -> Any:
+        """A parameter that meets channels one by one has their numbers."""
+        if not others:
+            return _nothing(value)
+        labels = _compact(self.labels[others[0]])
+        own = self.fetch_attr(str(parameter.target))
+        index = torch.arange(own.numel()).view(own.shape)
+        left, right = torch.broadcast_tensors(index, labels)
+        pairs = torch.stack([left.flatten(), right.flatten()], dim=1).unique(dim=0)
+        if len(pairs) == own.numel():  # each value meets one channel
+            self.followers[str(parameter.target)] = pairs[:, 1].view(own.shape)
+        elif own.numel() > 1 and len(pairs[:, 0].unique()) > 1:
+            varies = pairs[:, 1].unique()
+            if len(varies) > 1:
+                self.pin(varies.tolist(), f"meets the parameter {parameter.target}")
+        return labels.expand(value.shape)
+
+    def _spatial(self, node: fx.Node, name: str, value: Tensor) -> Tensor:
+        labels = self._labels_of(node.args[0])
+        if not isinstance(labels, Tensor):
+            return _nothing(value)
+        if name not in REDUCING:
+            return _expanded(self._by_channel(node, labels, 1), 1, value)
+        dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+        keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+        if dims is None:
+            self._pin_all(node, f"is summed up by {name}")
+            return _nothing(value)
+        low, high = (f(labels, dims, keepdim=bool(keep)) for f in (torch.amin, torch.amax))
+        if not torch.equal(low, high):
+            self._pin_all(node, f"is summed up by {name}")
+            return _nothing(value)
+        return _shrunk(low)
+
+    def _move(self, node: fx.Node, value: Any) -> Any:
+        if not _has_tensor(value):
+            return _nothing(value)
+
+        def number_of(argument: fx.Node) -> Any:
+            labels = self.labels[argument]
+            return labels if _has_tensor(labels) else self.env[argument]
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), number_of)
+        try:
+            moved = self._call(node, args, kwargs)
+        except RuntimeError:  # a view of numbers that don't lie as the values do
+            args, kwargs = _pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
+            moved = self._call(node, args, kwargs)
+        if isinstance(moved, Tensor):
+            return _shrunk(moved)
+        return type(moved)(_shrunk(m) for m in moved)
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.op == "call_module":
+            return self.root.get_submodule(str(node.target))(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _by_channel(self, node: fx.Node, labels: Any, dim: int) -> Tensor:
+        """The number of each channel; where positions differ in it, they are pinned."""
+        small = _compact(labels).movedim(dim, 0)
+        numbers = small.reshape(len(small), -1)
+        if not bool((numbers == numbers[:, :1]).all()):
+            self.pin(numbers.unique().tolist(), f"is mixed with positions before {node.name}")
+            return torch.full((labels.shape[dim],), NOTHING)
+        return numbers[:, 0].expand(labels.shape[dim]).clone()
+
+    def _pin_all(self, node: fx.Node, reason: str) -> None:
+        for source in node.all_input_nodes:
+            for labels in tensors_in(self.labels.get(source)):
+                self.pin(_compact(labels).unique().tolist(), reason)
+
+
+def _pads_positions(node: fx.Node, name: str) -> bool:
+    """Whether an operation adds positions to each channel, and no channels."""
+    amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
+    return name in PADDING and isinstance(amounts, list | tuple) and len(amounts) <= 4
+
+
+def _nothing(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.full((1,) * value.dim(), NOTHING).expand(value.shape)
+    if isinstance(value, tuple | list) and _has_tensor(value):
+        return type(value)(_nothing(v) for v in value)
+    return None
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of nested tuples and lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for v in value for t in tensors_in(v)] if isinstance(value, tuple | list) else []
+
+
+def _has_tensor(value: Any) -> bool:
+    return bool(tensors_in(value))
+
+
+def _expanded(numbers: Tensor, dim: int, value: Tensor) -> Tensor:
+    shape = [1] * value.dim()
+    shape[dim] = len(numbers)
+    return numbers.view(shape).expand(value.shape)
+
+
+def _compact(labels: Tensor) -> Tensor:
+    """One position only where all of a dimension are the same by construction."""
+    for dim, stride in enumerate(labels.stride()):
+        if stride == 0 and labels.shape[dim] > 1:
+            labels = labels.narrow(dim, 0, 1)
+    return labels
+
+
+def _shrunk(labels: Tensor) -> Tensor:
+    """The same numbers, expanded from one position where all of a dimension are alike."""
+    shape, labels = labels.shape, _compact(labels)
+    for dim in range(labels.dim()):
+        if labels.shape[dim] > 1 and bool((labels == labels.narrow(dim, 0, 1)).all()):
+            labels = labels.narrow(dim, 0, 1)
+    return labels.expand(shape)

@@ -1,0 +1,336 @@
+"""Gates in a network: where they stand, and the code that runs with them.
+
+A gate multiplies what a layer reads: z = sum_i g_i (K_i * x_i), the paper's sum over experts. There
+nothing has to keep zero at zero, so that it may stand behind any activation, norm or pooling. A
+closed gate means that no layer reads the channel, so that none needs to make it.
+"""
+
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from deepmoe.errors import UserError
+from deepmoe.graph.graph import Graph, Group, Layer
+from deepmoe.graph.narrow import narrowed, narrowed_graph, with_one_of_each
+from deepmoe.graph.operations import name_of
+
+LEAST_SHARE = 1e-3  # of the network's MACs: less is not worth a gate
+DROPOUTS = {"dropout": F.dropout, "dropout2d": F.dropout2d, "featuredropout": F.dropout2d}
+
+
+class NothingToGate(UserError):
+    """A network none of whose channels can be switched off."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where gates multiply the input of a layer.
+
+    Each piece is a whole gate by its number, or so many channels without one. Where the input is
+    not made of such pieces, `index` says for each channel which of all gates it has; the number of
+    all gates stands for none.
+    """
+
+    dim: int  # of the channels
+    pieces: tuple[int | None, ...] = ()
+    lengths: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Gating:
+    """A network's graph, with gates at some of its groups.
+
+    Attributes:
+        graph: of the network.
+        gated: numbers of the groups, in the order of the gates.
+    """
+
+    graph: Graph
+    gated: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        with torch.device("cpu"):  # torch.compile could not work them out on its way
+            _ = self.sites, self._code
+
+    def __deepcopy__(self, memo: object) -> "Gating":
+        return self  # nothing in it ever changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Gating, (self.graph, self.gated)  # what is derived is derived again
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Gates of each gated group."""
+        return tuple(self.graph.groups[number].width for number in self.gated)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the gated groups are called: by the layers that make them."""
+        return tuple(self.graph.groups[number].name for number in self.gated)
+
+    def __call__(self, module: nn.Module, x_BCHW: Tensor, gates: Sequence[Tensor] | None) -> Tensor:
+        """Logits of the network, with gates or (`None`) without."""
+        self.graph.check_size((x_BCHW.shape[-2], x_BCHW.shape[-1]))
+        return self._code(module, Run(self.sites, gates, module.training), x_BCHW)
+
+    def check(self, gates: Sequence[Tensor]) -> None:
+        """Refuses gates that don't fit this network."""
+        found = [g.shape[1] if g.dim() == 2 else None for g in gates]
+        if found != list(self.widths):
+            raise UserError(f"expected gates of widths {list(self.widths)}, got {found}")
+
+    def narrow(
+        self, module: nn.Module, masks: Sequence[Tensor]
+    ) -> tuple[nn.Module, "Gating", list[Tensor]]:
+        """Removes channels physically.
+
+        Args:
+            module: the network.
+            masks: for each gated group, which units to keep.
+
+        Returns:
+            A smaller network of the same class with its own copy of the weights, its gating, and
+            which units are left of each group: at least one, whatever the mask says. With the gates
+            of those it gives what this one gives when the gates of the others are zero.
+        """
+        keep = self.keep(masks)
+        keep, _ = with_one_of_each(self.graph, keep)
+        small = Gating(narrowed_graph(self.graph, keep), self.gated)
+        starts = [self.graph.offsets[number] for number in self.gated]
+        left = [
+            keep[s : s + w].nonzero().flatten() for s, w in zip(starts, self.widths, strict=True)
+        ]
+        return narrowed(self.graph, module, self.keep(masks)), small, left
+
+    def keep(self, masks: Sequence[Tensor]) -> Tensor:
+        """Which units stay, from a mask for each gated group."""
+        if [len(mask) for mask in masks] != list(self.widths):
+            raise UserError(f"keep must hold masks of lengths {list(self.widths)}")
+        keep = torch.ones(self.graph.offsets[-1], dtype=torch.bool)
+        for number, mask in zip(self.gated, masks, strict=True):
+            start = self.graph.offsets[number]
+            keep[start : start + len(mask)] = mask.detach().to("cpu", torch.bool)
+        return keep
+
+    @cached_property
+    def gate_of_unit(self) -> Tensor:
+        """For each unit, which of all gates side by side it has; -1 for none. The last is -1."""
+        found = torch.full((self.graph.offsets[-1] + 1,), -1)
+        start = 0
+        for number, width in zip(self.gated, self.widths, strict=True):
+            first = self.graph.offsets[number]
+            found[first : first + width] = torch.arange(start, start + width)
+            start += width
+        return found
+
+    def gate_of_channel(self, units: Tensor) -> Tensor:
+        """For channels of these units, the number of the group in `gated`; -1 for none."""
+        numbers = torch.full((len(self.graph.groups) + 1,), -1)
+        numbers[list(self.gated)] = torch.arange(len(self.gated))
+        groups = torch.where(units < 0, len(self.graph.groups), self.graph.group_of_unit[units])
+        return numbers[groups]
+
+    @cached_property
+    def sites(self) -> tuple[Site | None, ...]:
+        """For each layer, where gates multiply its input; `None` where none do."""
+        return tuple(self._site(layer) for layer in self.graph.layers)
+
+    def _site(self, layer: Layer) -> Site | None:
+        numbers = self.gate_of_unit[layer.ins]
+        if layer.passes_on or not bool((numbers >= 0).any()):
+            return None
+        dim = 1 if layer.is_conv else -1
+        starts = [sum(self.widths[:i]) for i in range(len(self.widths))]
+        pieces: list[int | None] = []
+        lengths: list[int] = []
+        at, listed = 0, numbers.tolist()
+        while at < len(listed):
+            if listed[at] < 0:
+                end = next((k for k in range(at, len(listed)) if listed[k] >= 0), len(listed))
+                pieces.append(None)
+                lengths.append(end - at)
+            elif listed[at] in starts:
+                gate = starts.index(listed[at])
+                width = self.widths[gate]
+                end = at + width
+                if listed[at:end] != list(range(listed[at], listed[at] + width)):
+                    break
+                pieces.append(gate)
+                lengths.append(width)
+            else:
+                break
+            at = end
+        if at == len(listed):
+            return Site(dim, tuple(pieces), tuple(lengths))
+        none = sum(self.widths)
+        return Site(dim, index=tuple(none if number < 0 else number for number in listed))
+
+    @cached_property
+    def _code(self) -> Callable[..., Tensor]:
+        """The network's operations as a function of its module, a `Run` and images."""
+        return compiled(self._with_gates())
+
+    def _with_gates(self) -> fx.Graph:
+        copied = fx.Graph()
+        run = copied.placeholder("run")
+        copied.output(copied.graph_copy(self.graph.program, {}))
+        sites = {
+            layer.node: number
+            for number, layer in enumerate(self.graph.layers)
+            if self.sites[number] is not None
+        }
+        made: dict[tuple[fx.Node, Site], fx.Node] = {}
+        for node in list(copied.nodes):
+            if node.name in sites:
+                source, site = node.args[0], self.sites[sites[node.name]]
+                assert isinstance(source, fx.Node) and site is not None
+                if (source, site) not in made:
+                    with copied.inserting_before(node):
+                        made[source, site] = copied.call_method(
+                            "gate", (run, sites[node.name], source)
+                        )
+                node.args = (made[source, site], *node.args[1:])
+            elif node.op in ("call_function", "call_method"):
+                _follow_mode(copied, run, node, self.graph.skeleton)
+        return copied
+
+
+class Run:
+    """One pass through a network: what its code asks for besides its modules."""
+
+    def __init__(
+        self, sites: Sequence[Site | None], gates: Sequence[Tensor] | None, training: bool
+    ) -> None:
+        self.sites = sites
+        self.gates = gates
+        self.training = training
+
+    def gate(self, number: int, x: Tensor) -> Tensor:
+        """The input of a layer, multiplied by its gates."""
+        if self.gates is None:
+            return x
+        return multiply(self.sites[number], self.gates, x)
+
+    def dropout(self, name: str, x: Tensor, rate: float) -> Tensor:
+        """Dropout in the mode of the network, not in that in which it was captured."""
+        return DROPOUTS[name](x, rate, self.training)
+
+
+def gates_at(site: Site, gates: Sequence[Tensor]) -> Tensor:
+    """The gate of each channel that a layer reads."""
+    images = gates[0]
+    if site.index:
+        every = torch.cat([*gates, images.new_ones(len(images), 1)], dim=1)
+        return every[:, torch.tensor(site.index, device=every.device)]
+    parts = [
+        images.new_ones(len(images), length) if piece is None else gates[piece]
+        for piece, length in zip(site.pieces, site.lengths, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def multiply(site: Site | None, gates: Sequence[Tensor], x: Tensor) -> Tensor:
+    """What a layer reads, times its gates."""
+    assert site is not None
+    return times(x, gates_at(site, gates), site.dim)
+
+
+def times(x: Tensor, g_BC: Tensor, dim: int) -> Tensor:
+    """Multiplies the channels of each image, which lie along this dimension."""
+    g_BC = g_BC.to(x.dtype)
+    between = [1] * (x.dim() - 2)
+    shape = (*g_BC.shape, *between) if dim == 1 else (len(g_BC), *between, g_BC.shape[1])
+    return x * g_BC.view(shape)
+
+
+def compiled(graph: fx.Graph) -> Callable[..., Any]:
+    """The function that a graph stands for; its first argument is the module that it runs."""
+    code = graph.python_code("self")
+    scope = dict(code.globals)
+    exec(compile(code.src, "<captured network>", "exec"), scope)
+    return types.FunctionType(scope["forward"].__code__, scope)
+
+
+def choose(graph: Graph, where: str | Sequence[str | int]) -> Gating:
+    """Gates at groups of a network.
+
+    Args:
+        graph: of the network.
+        where: `inner` gates what no addition joins, such as what stays inside of a residual block;
+            `all` also residual streams; a list names groups, by a layer that makes them or by
+            number. What the last layer reads is gated only where it is named: such a gate would
+            hand the embedding's guess to the logits.
+
+    Raises:
+        UserError: where nothing can be gated, or a name is unknown.
+    """
+    if where not in ("inner", "all") and not isinstance(where, list | tuple):
+        raise UserError(f"where is inner, all or a list of layers, not {where!r}")
+    if not isinstance(where, str):
+        if not where:
+            raise UserError("where is a list without any layer: no gates would be left")
+        named = {_named(graph, name).number for name in where}
+        return Gating(graph, tuple(sorted(named)))
+    chosen = open_groups(graph, where)
+    if not chosen:
+        reasons = {f"what {g.name} makes {why_not(graph, g, where)}" for g in graph.groups}
+        raise NothingToGate(
+            "nothing in this network can be gated (deepmoe describe tells why): "
+            + "; ".join(sorted(reasons)[:3])
+        )
+    return Gating(graph, tuple(chosen))
+
+
+def open_groups(graph: Graph, where: str) -> list[int]:
+    """Numbers of the groups that `inner` or `all` gates."""
+    return [group.number for group in graph.groups if why_not(graph, group, where) is None]
+
+
+def why_not(graph: Graph, group: Group, where: str = "all") -> str | None:
+    """Why a group is not gated; `None` if it is."""
+    if group.pinned is not None:
+        return group.pinned
+    if graph.layers[-1].path in group.readers:
+        return "is read by the classifier"
+    if not group.readers:
+        return "is read by no layer"
+    if group.is_stream and where == "inner":
+        return "reaches a residual stream"
+    if _share(graph, group) < LEAST_SHARE:
+        return "costs next to nothing"
+    return None
+
+
+def _named(graph: Graph, name: str | int) -> Group:
+    by_name = [g for g in graph.groups if name in (g.number, g.name)]
+    for group in by_name or [g for g in graph.groups if name in g.makers]:
+        if group.pinned is not None:
+            raise UserError(f"what {group.name} makes can't be gated: it {group.pinned}")
+        return group
+    known = ", ".join(group.name for group in graph.groups[:5])
+    raise UserError(f"no group of channels is made by {name!r}; there are {known} and others")
+
+
+def _share(graph: Graph, group: Group) -> float:
+    """Of the network's weights times positions, at the smallest size that was looked at."""
+    costs = graph.macs(graph.tried_size)
+    touched = sum(costs[path] for path in {*group.makers, *group.readers})
+    return touched / max(1, sum(costs.values()))
+
+
+def _follow_mode(graph: fx.Graph, run: fx.Node, node: fx.Node, root: nn.Module) -> None:
+    name = name_of(node, root)
+    if name not in DROPOUTS:
+        return
+    rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+    with graph.inserting_before(node):
+        new = graph.call_method("dropout", (run, name, node.args[0], rate))
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)

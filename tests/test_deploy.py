@@ -1,0 +1,132 @@
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepmoe.deploy import CodedNetwork, static_network
+from deepmoe.errors import UserError
+from deepmoe.layers import RouteCodebook
+from deepmoe.model import DeepMoE, gate
+from deepmoe.registry import create_model
+
+
+def model_with_codes(codes: int) -> tuple[DeepMoE, Tensor]:
+    """A model whose codes are the routes of some images, and these images."""
+    torch.manual_seed(0)
+    model = create_model("resnet20", classes=10).eval()
+    torch.nn.init.normal_(model.heads.weight)
+    torch.nn.init.normal_(model.embedding.project.weight, std=10.0)  # so that images differ
+    images = torch.randn(codes, 3, 32, 32)
+    with torch.no_grad():
+        routes = torch.cat(model.heads(model.embedding(images)[0]), dim=1)
+    model.codebook = RouteCodebook(routes, torch.ones(routes.shape[1]), model.gating.widths)
+    return model, images
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("where", ["inner", "all"])
+@torch.no_grad()
+def test_a_static_network_gives_what_its_route_gives(where: str) -> None:
+    torch.manual_seed(0)
+    model = create_model("resnet20", classes=10, gates=where).eval()
+    torch.nn.init.normal_(model.heads.weight)
+    x = torch.randn(1, 3, 32, 32)
+    output = model(x)
+    network = static_network(model, torch.cat(output.gates, dim=1)[0])
+    assert error(network(x), output.logits) <= 1e-5
+    own = sum(p.numel() for p in network.parameters())
+    assert own < 0.8 * sum(p.numel() for p in model.network.parameters())
+    assert not {p.data_ptr() for p in network.parameters()} & {
+        p.data_ptr() for p in model.parameters()
+    }
+
+
+@torch.no_grad()
+def test_a_route_without_any_channel_still_answers() -> None:
+    model = create_model("resnet20", classes=10).eval()
+    x = torch.randn(2, 3, 32, 32)
+    closed = torch.zeros(sum(model.gating.widths))
+    network = static_network(model, closed)
+    gates = [g.expand(2, -1) for g in closed.split(model.gating.widths)]
+    assert error(network(x), model.gating(model.network, x, gates)) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_coded_network_runs_the_network_of_the_images_code() -> None:
+    model, images = model_with_codes(2)
+    network = CodedNetwork(model)
+    assert len({float(model(x).logits.sum()) for x in images.split(1)}) == 2
+    for x in images.split(1):
+        assert error(network(x), model(x).logits) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_coded_network_survives_export_and_a_file() -> None:
+    model, images = model_with_codes(2)
+    exported, file = torch.export.export(CodedNetwork(model), (images[:1],)), io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for x in images.split(1):
+        assert error(loaded(x), model(x).logits) <= 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_runtime_gives_what_the_model_gives(tmp_path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    runtime.set_default_logger_severity(3)
+    model, images = model_with_codes(2)
+    plain = create_model("resnet20", classes=10).eval()
+    torch.nn.init.normal_(plain.heads.weight)
+    route = torch.cat(plain(images[:1]).gates, dim=1)[0]
+    networks = {
+        "masked": (plain, plain),
+        "static": (static_network(plain, route), plain),
+        "codes": (CodedNetwork(model), model),
+    }
+    for name, (network, expected) in networks.items():
+        path = tmp_path / f"{name}.onnx"
+        torch.onnx.export(network, (images[:1],), path, dynamo=True, verbose=False)
+        session = runtime.InferenceSession(path)
+        for x in images[: 1 if name == "static" else 2].split(1):
+            found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+            assert error(torch.from_numpy(found), expected(x).logits) <= 1e-5, name
+
+
+def test_a_network_of_ones_own_is_handed_over(tmp_path) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.SiLU(),
+        nn.Conv2d(8, 16, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 8, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+    x = torch.randn(2, 3, 16, 16)
+    model = gate(network, x).eval()
+    route = torch.rand(sum(model.gating.widths)).sub(0.5).relu()
+    small = static_network(model, route)
+    gates = [g.expand(2, -1) for g in route.split(model.gating.widths)]
+    with torch.no_grad():
+        assert error(small(x), model.gating(network, x, gates)) <= 1e-5
+        exported = torch.export.export(small, (x,))
+        assert error(exported.module()(x), small(x)) <= 1e-5
+
+
+def test_mistakes_are_named() -> None:
+    model = create_model("resnet20", classes=10)
+    with pytest.raises(UserError, match="no codebook"):
+        CodedNetwork(model)
+    with pytest.raises(UserError, match="gates side by side"):
+        static_network(model, torch.ones(3))
+    with pytest.raises(UserError, match="one image at a time"):
+        CodedNetwork(model_with_codes(2)[0])(torch.randn(2, 3, 32, 32))

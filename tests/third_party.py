@@ -1,0 +1,101 @@
+"""Networks of other packages with random weights; who lacks a package skips its tests."""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+CLASSES = 10
+_libraries: list[torch.library.Library] = []  # operators last as long as their library
+
+
+def torchvision_models() -> ModuleType:
+    """`torchvision.models`, also where torchvision's binary part does not load."""
+    try:
+        import torchvision  # noqa: F401
+    except ModuleNotFoundError:
+        pytest.skip("torchvision is not installed")
+    except RuntimeError:  # an operator is missing, which nothing here runs
+        _declare_operators()
+    return pytest.importorskip("torchvision.models")
+
+
+def timm() -> ModuleType:
+    """`timm`, which imports torchvision."""
+    torchvision_models()
+    return pytest.importorskip("timm")
+
+
+def transformers() -> ModuleType:
+    """`transformers`, which imports torchvision for some of its models."""
+    torchvision_models()
+    return pytest.importorskip("transformers")
+
+
+def _declare_operators() -> None:
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]  # what the first attempt has left behind
+
+
+def _hugging_face(kind: str, **options: object) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        package = transformers()
+        config = getattr(package, f"{kind}Config")(num_labels=CLASSES, **options)
+        return getattr(package, f"{kind}ForImageClassification")(config)
+
+    return make
+
+
+def _timm(name: str, **options: object) -> Callable[[], nn.Module]:
+    return lambda: timm().create_model(name, num_classes=CLASSES, **options)
+
+
+def _torchvision(name: str, **options: object) -> Callable[[], nn.Module]:
+    return lambda: torchvision_models().get_model(
+        name, weights=None, num_classes=CLASSES, **options
+    )
+
+
+def _vgg16_bn() -> nn.Module:
+    network = torchvision_models().vgg16_bn(num_classes=CLASSES)
+    # Its own linear layers have 120 million weights, and would take most of the time.
+    network.classifier[0] = nn.Linear(512 * 7 * 7, 128)
+    network.classifier[3] = nn.Linear(128, 64)
+    network.classifier[6] = nn.Linear(64, CLASSES)
+    return network
+
+
+# ConvNeXt starts with blocks that add a millionth of what they compute: no mistake would show.
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "hf-resnet50": _hugging_face("ResNet"),
+    "hf-regnet-y": _hugging_face("RegNet", layer_type="y"),
+    "hf-mobilenet-v2": _hugging_face("MobileNetV2"),
+    "hf-efficientnet-b0": _hugging_face(
+        "EfficientNet",
+        width_coefficient=1.0,
+        depth_coefficient=1.0,
+        dropout_rate=0.2,
+        image_size=224,
+        hidden_dim=1280,
+    ),
+    "hf-convnext-tiny": _hugging_face("ConvNext", layer_scale_init_value=0.5),
+    "timm-resnet50": _timm("resnet50"),
+    "timm-seresnet50": _timm("seresnet50"),
+    "timm-regnety_008": _timm("regnety_008"),
+    "timm-mobilenetv3_large_100": _timm("mobilenetv3_large_100"),
+    "timm-convnext_tiny": _timm("convnext_tiny", ls_init_value=0.5),
+    "timm-efficientnet_b0": _timm("efficientnet_b0"),
+    "timm-dla34": _timm("dla34"),
+    "torchvision-resnet50": _torchvision("resnet50"),
+    "torchvision-vgg16_bn": _vgg16_bn,
+    "torchvision-densenet121": _torchvision("densenet121"),
+    "torchvision-googlenet": _torchvision("googlenet", aux_logits=False, init_weights=False),
+    "torchvision-mobilenet_v2": _torchvision("mobilenet_v2"),
+}
