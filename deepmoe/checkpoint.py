@@ -24,9 +24,10 @@ from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
 from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE
-from deepmoe.registry import model_from_config
+from deepmoe.registry import list_models, model_from_config
 from deepmoe.schema import from_plain
 from deepmoe.sources import is_source, make_network
+from deepmoe.widening import widen
 
 FORMAT = "deepmoe"
 FORMAT_VERSION = 3  # since 2 with a checksum, since 3 with other names; all are read
@@ -180,15 +181,14 @@ def load_checkpoint(
         raise UserError(f"checkpoint {path} can't be used: {error}") from error
     made = _own_network(config.model.name, network, path)
     try:
-        with torch.device("meta"):
-            model = model_from_config(
-                config, info.classes, size=info.size, network=made, weights=False
-            )
+        model = _empty_model(config, info, made)
+        shapes = renamed(file.shapes, file.version, config.model)
+        others = config.model.name not in list_models()
+        if others and config.model.wide != 1 and not _fits(file, shapes, model):
+            model = widen(model, config.model.wide, noise=0)  # one that was given before it was
     except UserError as error:
         raise UserError(f"checkpoint {path} does not fit its network: {error}") from error
-    if config.train.precision == "64-true":
-        model.double()
-    if not _fits(file, renamed(file.shapes, file.version, config.model), model):
+    if not _fits(file, shapes, model):
         raise UserError(f"checkpoint {path} does not fit its own model {config.model.name}")
     tensors = renamed(file.read(), file.version, config.model)
     weights = _ungrouped(_with_prefix(tensors, MODEL), file.heads_group, model)
@@ -207,6 +207,18 @@ def load_checkpoint(
         key, _, name = full_name.partition(".")
         optimizer_state.setdefault(name, {})[key] = tensor
     return Checkpoint(model.to(device).eval(), config, info, state, optimizer_state)
+
+
+def _empty_model(config: RunConfig, info: DataInfo, network: nn.Module | None) -> DeepMoE:
+    """What a checkpoint is to fill; without weights, but for a network that is there already."""
+    if config.model.name not in list_models():  # what others make is not made wide
+        plain = dataclasses.replace(config.model, wide=1.0)
+        config = dataclasses.replace(config, model=plain)
+    with torch.device("meta"):
+        model = model_from_config(
+            config, info.classes, size=info.size, network=network, weights=False
+        )
+    return model.double() if config.train.precision == "64-true" else model
 
 
 def _own_network(name: str, given: str | nn.Module | None, path: str | Path) -> nn.Module | None:

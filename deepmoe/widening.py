@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from deepmoe.config import ModelConfig
+from deepmoe.config import GIVEN, ModelConfig
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, choose
 from deepmoe.graph.graph import build
@@ -63,22 +63,26 @@ def widen(model: DeepMoE, factor: float, *, noise: float = 0.05, seed: int = 0) 
         return DeepMoE(None, None, network, new, source=source).train(model.training)
     each = [copies[s : s + w] for s, w in zip(_starts(gating), gating.widths, strict=True)]
     heads = GateHeads(model.heads.weight.shape[1], new.widths).to(model.heads.weight)
-    repeated = torch.cat(each).to(model.heads.weight.device)
-    heads.weight.copy_(model.heads.weight.repeat_interleave(repeated, dim=0))
+    if not heads.weight.is_meta:
+        repeated = torch.cat(each).to(model.heads.weight.device)
+        heads.weight.copy_(model.heads.weight.repeat_interleave(repeated, dim=0))
     embedding = copy.deepcopy(model.embedding)
     return DeepMoE(embedding, heads, network, new, source=source).train(model.training)
 
 
-def _source(model: DeepMoE, factor: float, widened: Gating) -> ModelConfig | None:
-    """How the zoo would make such a network, if it can."""
+def _source(model: DeepMoE, factor: float, widened: Gating) -> ModelConfig:
+    """How such a network is made: by the zoo if that can, else by widening once more."""
     wide = replace(model.source, wide=model.source.wide * factor)
-    if wide.name not in list_models() or wide.widths is not None:
-        return None
+    if wide.name not in list_models():
+        return wide
+    given = ModelConfig(GIVEN, gates=widened.names, wide=factor)
+    if wide.widths is not None:
+        return given
     with torch.device("meta"):
         twin = create_model(
             wide.name, classes=model.classes, gates=wide.gates, **model_options(wide)
         )
-    return wide if twin.gating.widths == widened.widths else None
+    return wide if twin.gating.widths == widened.widths else given
 
 
 def _starts(gating: Gating) -> list[int]:

@@ -81,6 +81,23 @@ def test_a_network_of_ones_own_is_given_again(tmp_path) -> None:
     assert torch.equal(loaded(X).logits, model(X).logits)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("factors", [(2,), (1.5,), (2, 2)])
+def test_a_widened_model_is_given_its_network_as_it_was(factors, tmp_path) -> None:
+    network = own_network()
+    network(X)
+    model = deepmoe.gate(network, X).eval()
+    for factor in factors:
+        model = deepmoe.widen(model, factor)
+    model.save_pretrained(tmp_path)
+    other = own_network()
+    other(X)
+    for made in (other, model.network):
+        loaded = DeepMoE.from_pretrained(tmp_path, network=made)
+        assert torch.equal(loaded(X).logits, model(X).logits)
+    assert loaded.gating.widths == model.gating.widths
+
+
 def test_what_config_json_says_runs_nothing(tmp_path) -> None:
     small().save_pretrained(tmp_path)
     told = {"model": {"name": "os:system"}, "network": "os:system", "device": "nowhere", "self": 1}
