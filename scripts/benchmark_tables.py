@@ -129,6 +129,29 @@ def cpu_kernels_table() -> str:
     return "\n\n".join([about, markdown_table(header, rows), origins])
 
 
+def other_networks_table() -> str:
+    """What gating is worth in networks of other packages."""
+    result = benchmark("other_networks")
+    rows = [
+        (
+            *v["network"].split(" ", 1),
+            f"{v['macs_share']:.0%}",
+            f"{min(v['median_ms']['dense'], v['median_ms']['dense_channels_last']):.0f}",
+            f"{v['median_ms']['sparse']:.0f}",
+            f"{v['times_as_fast']:.2f}",
+        )
+        for v in result["values"]
+    ]
+    header = ["package", "network", "MACs of a route", "dense ms", "sparse ms", "times as fast"]
+    about = (
+        "One image of 224 px, one thread, half of the channels inside of residual blocks open, "
+        "random weights. *Dense* is the network as its package makes it, in the faster of both "
+        "memory formats; medians of interleaved runs:"
+    )
+    origins = f"{origin(result)} (`{result['command']}`)"
+    return "\n\n".join([about, markdown_table(header, rows), origins])
+
+
 def resume_gpu_table() -> str:
     """How exactly resumed runs repeat on a GPU; nothing until that is measured.
 

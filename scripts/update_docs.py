@@ -13,6 +13,7 @@ import matplotlib
 from benchmark_tables import (
     cpu_kernels_table,
     input_speed_table,
+    other_networks_table,
     resume_gpu_table,
     sparse_grid_table,
     sparse_profile_cpu_table,
@@ -92,6 +93,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "profile-cpu": sparse_profile_cpu_table,
     "profile-gpu": sparse_profile_gpu_table,
     "cpu-kernels": cpu_kernels_table,
+    "other-networks": other_networks_table,
     "resume-gpu": resume_gpu_table,
 }
 DOCUMENTS = [
