@@ -19,6 +19,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def test_outputs_equal_on_a_gpu(
     name: str, density: float, coded: bool, dtype: torch.dtype, allowed: float
 ) -> None:
+    torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = False
     size = (32, 32) if name in ("vgg16", "resnet56") else (95, 97)
     embedding = EmbeddingConfig(form="latent", dim=5)
@@ -40,6 +41,7 @@ def test_outputs_equal_on_a_gpu(
 @needs_cuda
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_batches_of_many_routes_and_of_few_in_turn(dtype: torch.dtype, allowed: float) -> None:
+    torch.manual_seed(0)
     torch.backends.cudnn.allow_tf32 = False
     model = create_model("vgg16", classes=20).eval().cuda()
     set_routes(model, (32, 32), density=0.5)  # a route for each class
