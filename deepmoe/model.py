@@ -215,9 +215,11 @@ def gate(
     if classes is not None and classes != graph.classes:
         graph = replace_classifier(module, graph, images, classes)
     gating = choose(graph, where)
-    for group in gating.graph.groups:
-        if group.pinned is not None and group.pinned.startswith("reaches"):
-            warnings.warn(f"what {group.name} makes stays ungated: it {group.pinned}", stacklevel=2)
+    pinned = {g.name: g.pinned for g in gating.graph.groups if g.pinned is not None}
+    for reason in dict.fromkeys(why for why in pinned.values() if why.startswith("reaches")):
+        first, *others = [name for name, why in pinned.items() if why == reason]
+        more = f", and that of {len(others)} others" if others else ""
+        warnings.warn(f"what {first} makes stays ungated{more}: it {reason}", stacklevel=2)
     size = (images.shape[-2], images.shape[-1])
     embedding = embedding or usual_embedding(gating, size)
     return add_gates(module, gating, embedding, heads, usual_widths(gating.graph, size))
