@@ -60,8 +60,10 @@ class MacsBudget:
         ramp: tuple[float, float] = (0.1, 0.6),
         floor: float = 0.05,
     ) -> None:
-        if not isinstance(model.heads, GateHeads):
+        if not isinstance(model, DeepMoE) or not isinstance(model.heads, GateHeads):
             raise UserError("a compute budget needs a gated model with relu heads")
+        if not isinstance(target, int | float) or not isinstance(steps, int):
+            raise UserError("target is a number, and steps a whole one")
         if model.thresholds is not None:
             raise UserError("a compute budget can't steer a model with thresholds of its own")
         if _all_alike(model.heads):

@@ -14,7 +14,7 @@ from deepmoe.costs import count_macs
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, evaluation_mode
 from deepmoe.graph.capture import one_tensor
-from deepmoe.model import DeepMoE, add_gates
+from deepmoe.model import DeepMoE, add_gates, check_gated
 from deepmoe.random_routes import routes_as_codebook, set_routes
 
 DENSITIES = (0.1, 0.5)
@@ -87,10 +87,7 @@ def check(model: DeepMoE, images: Tensor, *, seed: int = 0) -> Check:
 
 
 def _check_arguments(model: Any, images: Any) -> None:
-    if not isinstance(model, DeepMoE) or not model.gated:
-        raise UserError("check takes a gated model: give it deepmoe.gate(network, images)")
-    if next(model.network.parameters(), None) is None:
-        raise UserError("a sparse model can't be checked: check the model that it was made of")
+    check_gated(model, "check")
     colours, like = model.gating.graph.colours, next(model.parameters())
     fits = isinstance(images, Tensor) and images.dim() == 4 and images.shape[1] == colours
     if not fits or not len(images) or not images.is_floating_point():

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,7 +198,8 @@ def load_checkpoint(
         model.codebook = RouteCodebook(codes, weight, model.gating.widths)
     if "thresholds" in weights:
         model.thresholds = torch.empty_like(weights["thresholds"], device="meta")
-    model.load_state_dict(weights, assign=True)
+    # Some modules ask which version of theirs has written their tensors: this one.
+    model.load_state_dict(_with_versions(weights, model), assign=True)
     try:
         model.check_finite()
     except UserError as error:
@@ -354,6 +356,12 @@ def _ungrouped(weights: dict[str, Tensor], group: int, model: DeepMoE) -> dict[s
     rows = weights["heads.weight"].split([-(-width // group) for width in widths])
     each = [r.repeat_interleave(min(group, w), 0)[:w] for r, w in zip(rows, widths, strict=True)]
     return {**weights, "heads.weight": torch.cat(each)}
+
+
+def _with_versions(weights: Mapping[str, Tensor], model: DeepMoE) -> OrderedDict[str, Tensor]:
+    versioned = OrderedDict(weights)
+    versioned._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
+    return versioned
 
 
 def _with_prefix(found: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def count_costs(model: DeepMoE, size: Size) -> Costs:
     return Costs(
         params=_parameters(model.network),
         conv_params=sum(layer.weights_per_output * len(layer.outs) for layer in convs),
-        macs=sum(macs.values()),
+        macs=sum(macs.values()) + graph.other_macs(size),
         conv_macs=sum(macs[layer.path] for layer in convs),
         embedding_params=_parameters(model.embedding),
         embedding_macs=0 if model.embedding is None else model.embedding.macs(*size),
@@ -80,7 +80,7 @@ def count_macs(
             f"MACs are counted of a gated model, not of a {kind}: deepmoe.gate makes one"
         )
     if gates is None:
-        return sum(gating.graph.macs(size).values()) + routing
+        return sum(gating.graph.macs(size).values()) + gating.graph.other_macs(size) + routing
     gating.check(gates)
     active = torch.stack([(g != 0).sum(dim=1) for g in gates], dim=1)
     quadratic = cost_matrix(gating, size).to(active.device)
@@ -112,6 +112,7 @@ def _cost_matrix(gating: Gating, size: tuple[int, int]) -> Tensor:
             q[constant] += factor * outs
         else:
             q += factor / len(layer.ins) * torch.outer(ins, outs)
+    q[constant, constant] += gating.graph.other_macs(size)
     return q.round()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deepmoe.errors import UserError
 from deepmoe.graph import scale_inputs
 from deepmoe.graph.capture import one_tensor
-from deepmoe.model import DeepMoE
+from deepmoe.model import DeepMoE, check_gated
 
 
 class Logits(nn.Module):
@@ -34,6 +34,7 @@ class CodedNetwork(nn.Module):
 
     def __init__(self, model: DeepMoE) -> None:
         super().__init__()
+        check_gated(model, "CodedNetwork")
         if model.codebook is None or model.embedding is None or model.heads is None:
             raise UserError("the model has no codebook: train it with train.codes")
         if model.thresholds is not None:
@@ -78,10 +79,13 @@ def static_network(model: DeepMoE, gates_C: Tensor) -> nn.Module:
         A network of its own, in evaluation mode, without the channels whose gates are closed, and
         with the other gates in its weights.
     """
-    if gates_C.shape != (sum(model.gating.widths),):
-        raise UserError(
-            f"a route is {sum(model.gating.widths)} gates side by side, not {list(gates_C.shape)}"
-        )
+    check_gated(model, "static_network")
+    width = sum(model.gating.widths)
+    if not isinstance(gates_C, Tensor) or gates_C.shape != (width,):
+        kind = list(gates_C.shape) if isinstance(gates_C, Tensor) else type(gates_C).__name__
+        raise UserError(f"a route is {width} gates side by side, not {kind}")
+    if not bool(gates_C.isfinite().all()):
+        raise UserError("a route has gates that are not finite")
     gates = gates_C.detach().split(model.gating.widths)
     small, gating, left = model.gating.narrow(model.network, [g != 0 for g in gates])
     kept = [g.index_select(0, at.to(g.device)) for g, at in zip(gates, left, strict=True)]

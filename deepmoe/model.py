@@ -235,6 +235,10 @@ def add_gates(
 ) -> DeepMoE:
     """A network under gates that an embedding makes; `widths` are the embedding's usual ones."""
     embedding, heads = embedding or EmbeddingConfig(), heads or HeadsConfig()
+    if not isinstance(embedding, EmbeddingConfig) or not isinstance(heads, HeadsConfig):
+        raise UserError("embedding is an EmbeddingConfig, and heads a HeadsConfig")
+    if heads.kind not in ("relu", "noisy-topk"):
+        raise UserError(f"heads are of the kind relu or noisy-topk, not {heads.kind!r}")
     looks = ShallowEmbedding(
         gating.graph.classes,
         form=embedding.form,
@@ -336,6 +340,14 @@ def check_classes(classes: int) -> None:
     """Refuses numbers of classes that no model has."""
     if not isinstance(classes, int) or not 2 <= classes <= MOST_CLASSES:
         raise UserError(f"a model has from 2 to {MOST_CLASSES:,} classes, not {classes}")
+
+
+def check_gated(model: Any, taker: str) -> None:
+    """Refuses what is no gated model with weights of its own."""
+    if not isinstance(model, DeepMoE) or not model.gated:
+        raise UserError(f"{taker} takes a gated model: give it deepmoe.gate(network, images)")
+    if next(model.network.parameters(), None) is None:
+        raise UserError(f"{taker} takes no sparse model: give it the model that it was made of")
 
 
 def close_small(gates: Tensor, thresholds: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from deepmoe.networks.vgg import CONVS_PER_STAGE, make_vgg
 from deepmoe.schema import Gates, suggest
 from deepmoe.sources import FORMS, is_source, make_network, usual_size
 
+MOST_PIXELS = 1024 * 2048  # of images that a network of another package is tried on
 SPREAD = "split(1, 0.5)"  # gates that start alike can't be closed one after the other by a budget
 
 NetworkFactory = Callable[..., nn.Module]
@@ -133,6 +134,9 @@ def create_model(
     Raises:
         UserError: for an unknown name or option, or a value out of range.
     """
+    if not isinstance(name, str):
+        kind = type(name).__name__
+        raise UserError(f"a model is made by its name, not by a {kind}; gate takes modules")
     if classes is not None:
         check_classes(classes)
     if is_source(name):
@@ -188,7 +192,12 @@ def from_network(
         pretrained: whether its last layer, if replaced, is a loss to be told of.
     """
     like = next(network.parameters(), torch.empty(0))
-    images = torch.randn(1, 3, *(size or usual_size(network)), device="cpu").to(like)
+    pixels = size or usual_size(network)
+    if pixels[0] * pixels[1] > MOST_PIXELS:
+        raise UserError(f"images of {pixels[0]}x{pixels[1]} px are too large to try a network on")
+    convs = (m for m in network.modules() if isinstance(m, nn.Conv2d))
+    colours = next((conv.in_channels for conv in convs), 3)
+    images = torch.randn(1, colours, *pixels, device="cpu").to(like)
     graph = describe(network, images)
     if classes is not None and classes != graph.classes:
         graph = replace_classifier(network, graph, images, classes, tell=pretrained)
@@ -196,7 +205,6 @@ def from_network(
         gating = Gating(graph, tuple(open_groups(graph, "inner")))
         return DeepMoE(None, None, network, gating, source=source)
     gating = choose(graph, source.gates)
-    pixels = (images.shape[2], images.shape[3])
     embedding = embedding or usual_embedding(gating, pixels)
     return add_gates(network, gating, embedding, heads, usual_widths(graph, pixels), source)
 

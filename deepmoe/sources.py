@@ -40,7 +40,7 @@ def make_network(name: str, classes: int | None, *, pretrained: bool) -> nn.Modu
         raise
     except ModuleNotFoundError as error:
         raise UserError(f"{name} needs {error.name}, which is not installed") from error
-    except Exception as error:  # of anybody's code
+    except (Exception, SystemExit) as error:  # of anybody's code
         reason = str(error).strip().partition("\n")[0][:200]
         raise UserError(f"{name} can't be made: {type(error).__name__}: {reason}") from error
     if not isinstance(network, nn.Module):

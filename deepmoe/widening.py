@@ -41,6 +41,8 @@ def widen(model: DeepMoE, factor: float, *, noise: float = 0.05, seed: int = 0) 
         raise UserError("a sparse model can't be widened: widen the model, then sparsify it")
     if not isinstance(model, DeepMoE):
         raise UserError("widen takes a gated model: give it gate(network, images)")
+    if not isinstance(factor, int | float) or not isinstance(noise, int | float):
+        raise UserError("factor and noise are numbers")
     if not 1 <= factor <= MOST or not 0 <= noise <= 1:
         raise UserError(f"the factor lies from 1 to {MOST:g}, and noise from 0 to 1")
     if model.codebook is not None or model.thresholds is not None:
@@ -50,14 +52,19 @@ def widen(model: DeepMoE, factor: float, *, noise: float = 0.05, seed: int = 0) 
     gating = model.gating
     copies = _copies(gating, factor)
     network = _widened(gating, model.network, copies, noise, seed)
-    graph = build(
-        gating.graph.program,
-        network,
-        gating.graph.colours,
-        gating.graph.given_size,
-        fixed=gating.graph.size is not None,
-    )
-    new = choose(graph, gating.names)
+    try:
+        graph = build(
+            gating.graph.program,
+            network,
+            gating.graph.colours,
+            gating.graph.given_size,
+            fixed=gating.graph.size is not None,
+        )
+        new = choose(graph, gating.names)
+    except Exception as error:  # of anybody's code
+        raise UserError(
+            "the network can't be widened: its code relies on numbers of channels"
+        ) from error
     source = _source(model, factor, new)
     if model.heads is None:
         return DeepMoE(None, None, network, new, source=source).train(model.training)

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import io
 import logging
+import math
 import operator
 import warnings
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from deepmoe.errors import UserError
 from deepmoe.graph import functions
 from deepmoe.graph.operations import name_of
 
+MOST_PIXELS = 1e6  # a side: sizes without a bound have a larger one
 MOST_CONSTANTS = 64  # numbers that the code of a network may hold in a tensor
 STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")  # of timm, of torchvision
 # Modules that may work in place, the functions that never do, and the settings these take.
@@ -56,7 +58,7 @@ def capture(module: nn.Module, images: Tensor) -> fx.Graph:
                 "images, not logits for each of them"
             )
         graph = _by_fx(module, images, expected)
-        return _by_export(module, images) if graph is None else graph
+        return _by_export(module, images, expected) if graph is None else graph
 
 
 @contextlib.contextmanager
@@ -102,6 +104,12 @@ def _call(module: nn.Module, images: Tensor) -> Any:
         ) from error
 
 
+SWITCHES = (
+    "the network's forward switches gradients or autocast on its way, which can't be captured: "
+    "freeze parameters by requires_grad_(False), and use autocast around the model"
+)
+
+
 class _Tracer(fx.Tracer):
     """Stops at PyTorch's own modules; follows subclasses of theirs, whose forwards may do more."""
 
@@ -121,13 +129,16 @@ def _by_fx(module: nn.Module, images: Tensor, expected: Tensor) -> fx.Graph | No
         with torch.no_grad():
             found = one_tensor(fx.GraphModule(module, graph)(images))
         return graph if torch.equal(found, expected) else None
+    except _ContextSwitched as error:
+        raise UserError(SWITCHES) from error
     except Exception:  # of anybody's code, under stand-ins
         return None
 
 
 def _traced(module: nn.Module) -> fx.Graph:
     """What the tracer finds; tensors that the code holds become constants of the graph."""
-    graph = _Tracer().trace(module)
+    with _refusing_contexts():
+        graph = _Tracer().trace(module)
     for node in graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name.startswith("_tensor_constant"):
@@ -138,14 +149,14 @@ def _traced(module: nn.Module) -> fx.Graph:
     return graph
 
 
-def _by_export(module: nn.Module, images: Tensor) -> fx.Graph:
+def _by_export(module: nn.Module, images: Tensor, expected: Tensor) -> fx.Graph:
     """By following the code with real shapes; batch and image size are left free."""
     free = {0: torch.export.Dim.AUTO, 2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
-    images = torch.cat([images, images])  # one image would be taken for a constant
+    twice = torch.cat([images, images])  # one image would be taken for a constant
     try:
         silent = contextlib.redirect_stderr(io.StringIO())  # it shows code that it can't follow
         with warnings.catch_warnings(action="ignore"), _quiet(), silent, torch.no_grad():
-            exported = torch.export.export(module, (images,), dynamic_shapes=(free,), strict=False)
+            exported = torch.export.export(module, (twice,), dynamic_shapes=(free,), strict=False)
     except Exception as error:  # of anybody's code
         reason = str(error).strip().partition("\n")[0][:200]
         raise UserError(
@@ -153,8 +164,62 @@ def _by_export(module: nn.Module, images: Tensor) -> fx.Graph:
             "its forward should take one batch of images, and branch on nothing but shapes"
         ) from error
     _tell_of_stochastic_depth(module)
+    bounds = _bounds(exported)
     with warnings.catch_warnings(action="ignore"):  # the graph belongs to no module yet
-        return _normalised(_with_attributes(exported), module)
+        graph = _normalised(_with_attributes(exported), module)
+        if not expected.is_meta:
+            with torch.no_grad():
+                found = one_tensor(fx.GraphModule(module, graph)(images))
+            if not torch.allclose(found, expected, rtol=1e-4, atol=1e-5, equal_nan=True):
+                raise UserError(
+                    f"the network {type(module).__name__} can't be captured: what is captured "
+                    "gives other outputs; its forward may change parts of a tensor in place"
+                )
+    next(iter(graph.find_nodes(op="placeholder"))).meta["bounds"] = bounds
+    return graph
+
+
+def _bounds(exported: Any) -> tuple[tuple[int, float], ...]:
+    """From which height and width, and up to which, an exported graph holds."""
+    name = exported.graph_signature.user_inputs[0]
+    (images,) = [n for n in exported.graph.find_nodes(op="placeholder") if n.name == name]
+    found = []
+    for side in images.meta["val"].shape[2:]:
+        expression = side.node.expr if isinstance(side, torch.SymInt) else None
+        known = exported.range_constraints.get(expression)
+        if known is None:
+            found.append((int(side), int(side)) if expression is None else (1, math.inf))
+        else:
+            upper = float(known.upper)
+            found.append((int(known.lower), upper if upper < MOST_PIXELS else math.inf))
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _refusing_contexts() -> Iterator[None]:
+    """A tracer would not see that gradients or precisions are switched on the way."""
+
+    def refuse(*_: Any) -> Any:
+        raise _ContextSwitched
+
+    kinds: tuple[Any, ...] = (
+        torch.no_grad,
+        torch.enable_grad,
+        torch.inference_mode,
+        torch.autocast,
+    )
+    before = [kind.__enter__ for kind in kinds]
+    for kind in kinds:
+        setattr(kind, "__enter__", refuse)  # noqa: B010
+    try:
+        yield
+    finally:
+        for kind, enter in zip(kinds, before, strict=True):
+            setattr(kind, "__enter__", enter)  # noqa: B010
+
+
+class _ContextSwitched(Exception):
+    """The forward of a network switches gradients or precision."""
 
 
 def _tell_of_stochastic_depth(module: nn.Module) -> None:
@@ -232,7 +297,13 @@ def _constant(graph: fx.Graph, value: Tensor) -> fx.Node:
 def _normalised(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     """The same graph, in which layers and norms are modules, and nothing is changed in place."""
     for node in list(graph.nodes):
+        if node.op == "placeholder":
+            node.target = "images"  # whatever the network calls them
+        elif node.op.startswith("call") and not node.args and node.kwargs:
+            node.args, node.kwargs = tuple(node.kwargs.values())[:1], _without_first(node.kwargs)
         name = name_of(node, root) if node.op.startswith("call") else ""
+        if "wrapwith" in name:
+            raise UserError(SWITCHES)
         if name == "conv2d" and node.op == "call_function":
             _make_convolution(graph, node, root)
         elif name == "linear" and node.op == "call_function":
@@ -250,6 +321,10 @@ def _normalised(graph: fx.Graph, root: nn.Module) -> fx.Graph:
     return graph
 
 
+def _without_first(values: dict[str, Any]) -> dict[str, Any]:
+    return dict(list(values.items())[1:])
+
+
 def _arguments(node: fx.Node, function: Any) -> dict[str, Any]:
     """Arguments of a call by name, as of PyTorch's function of the same kind."""
     bound = inspect.signature(function).bind(*node.args, **node.kwargs)
@@ -257,12 +332,14 @@ def _arguments(node: fx.Node, function: Any) -> dict[str, Any]:
     return bound.arguments
 
 
-def _owner(weight: Any, root: nn.Module, kind: type[nn.Module], exact: bool) -> str | None:
+def _owner(
+    weight: Any, root: nn.Module, kind: type[nn.Module], exact: bool, attribute: str = "weight"
+) -> str | None:
     """The path of the module that a weight belongs to, if it is of this kind."""
     if not isinstance(weight, fx.Node) or weight.op != "get_attr":
         return None
     path, _, name = str(weight.target).rpartition(".")
-    if name != "weight" or not path:
+    if name != attribute or not path:
         return None
     module = root.get_submodule(path)
     return path if (type(module) is kind if exact else isinstance(module, kind)) else None
@@ -307,13 +384,21 @@ def _make_convolution(graph: fx.Graph, node: fx.Node, root: nn.Module) -> None:
 def _make_norm(graph: fx.Graph, node: fx.Node, root: nn.Module) -> None:
     if node.target is F.batch_norm:
         given = _arguments(node, F.batch_norm)
-        x, weight = given["input"], given["weight"]
+        x, mean = given["input"], given["running_mean"]
     else:
-        x, weight = node.args[0], node.args[1]
-    if _make_module(graph, node, root, nn.BatchNorm2d, x, weight):
-        return
-    path = _owner(weight, root, nn.BatchNorm2d, exact=False)
-    if path is not None:
+        x, mean = node.args[0], node.args[3]
+    path = _owner(
+        mean, root, nn.modules.batchnorm._BatchNorm, exact=False, attribute="running_mean"
+    )
+    if path is None:
+        raise UserError(
+            "the network calls batch norm with tensors of its own, which would not follow its "
+            "mode: use nn.BatchNorm2d"
+        )
+    if type(root.get_submodule(path)) in (nn.BatchNorm1d, nn.BatchNorm2d):
+        with graph.inserting_before(node):
+            _replace(graph, node, graph.call_module(path, (x,)))
+    else:
         with graph.inserting_before(node):
             module = graph.get_attr(path)
             _replace(graph, node, graph.call_function(functions.batch_norm, (x, module)))

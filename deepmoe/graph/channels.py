@@ -6,14 +6,17 @@ convolution passes them on, a grouped one unites those of a block. Whatever else
 channels that reach it, with a reason: they stay as they are, ungated.
 """
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import _pytree
 
+from deepmoe.errors import UserError
 from deepmoe.graph import functions
 from deepmoe.graph.operations import (
     ADDITIONS,
@@ -30,6 +33,7 @@ from deepmoe.graph.operations import (
     name_of,
 )
 
+BATCH = 2  # images, as which numbers are sent
 NOTHING = 0  # the number of values that no layer has made
 
 
@@ -51,6 +55,7 @@ class Shapes(fx.Interpreter):
 
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         super().__init__(root, garbage_collect_values=False, graph=graph)
+        self.extra_traceback = False  # what is told to a user is one sentence
         self.root = root
         self.names = {n: name_of(n, root) for n in graph.nodes if n.op.startswith("call")}
 
@@ -134,6 +139,8 @@ class Channels(Shapes):
         if name in NORMS:
             return self._norm(node, value)
         if name in POINTWISE:
+            if any(_has_tensor(self.labels.get(n)) for n in node.all_input_nodes[1:]):
+                self._pin_all(node, f"meets other channels in {name}")
             return self._labels_of(node.args[0])
         if name in PAIRWISE:
             return self._pair(node, name, value)
@@ -173,6 +180,8 @@ class Channels(Shapes):
         weight, dim = module.weight, 1 if is_conv else -1
         assert isinstance(weight, Tensor)
         ins = self._by_channel(node, self._labels_of(node.args[0]), dim)
+        if len(value) != BATCH:
+            self.pin(ins.tolist(), f"is read by {path}, which does not see image by image")
         groups = len(ins) // weight.shape[1]
         per_group = len(weight) // groups
         if groups == 1:
@@ -193,8 +202,12 @@ class Channels(Shapes):
         if node.target is functions.batch_norm:
             path = node.args[1].target  # type: ignore[union-attr]
         numbers = self._by_channel(node, self._labels_of(node.args[0]), 1)
-        if path is None:
-            self._pin_all(node, "reaches a batch norm without a module of its own")
+        norm: Any = self.root.get_submodule(str(path))
+        if norm.running_mean is None:
+            raise UserError(
+                f"the norm {path} depends on the whole batch in evaluation too, so that gates of "
+                "one image would change the others: give it track_running_stats=True"
+            )
         for name in ("weight", "bias", "running_mean", "running_var"):
             self.followers[f"{path}.{name}"] = numbers
         return _expanded(numbers, 1, value)
@@ -273,6 +286,12 @@ class Channels(Shapes):
             return _expanded(self._by_channel(node, labels, 1), 1, value)
         dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
+        every = range(labels.dim()) if dims is None else dims
+        if 0 in [d % labels.dim() for d in (every if isinstance(every, Iterable) else [every])]:
+            raise UserError(
+                f"the network mixes the images of a batch ({node.name}), so that gates of one "
+                "would change the others"
+            )
         if dims is None:
             self._pin_all(node, f"is summed up by {name}")
             return _nothing(value)
@@ -290,6 +309,11 @@ class Channels(Shapes):
             labels = self.labels[argument]
             return labels if _has_tensor(labels) else self.env[argument]
 
+        if self.names[node] in PADDING:  # what is added belongs to no layer
+            return self._padded(node, value)
+        if any(isinstance(self.labels.get(n), Tensor) for n in _indices(node)):
+            self._pin_all(node, "reaches an index of numbers that a tensor holds")
+            return _nothing(value)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), number_of)
         try:
             moved = self._call(node, args, kwargs)
@@ -299,6 +323,11 @@ class Channels(Shapes):
         if isinstance(moved, Tensor):
             return _shrunk(moved)
         return type(moved)(_shrunk(m) for m in moved)
+
+    def _padded(self, node: fx.Node, value: Tensor) -> Tensor:
+        amounts: Any = node.args[1] if len(node.args) > 1 else node.kwargs["pad"]
+        labels = self._labels_of(node.args[0])
+        return _shrunk(F.pad(labels, tuple(amounts), value=NOTHING)).expand(value.shape)
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "call_module":
@@ -320,6 +349,14 @@ class Channels(Shapes):
         for source in node.all_input_nodes:
             for labels in tensors_in(self.labels.get(source)):
                 self.pin(_compact(labels).unique().tolist(), reason)
+
+
+def _indices(node: fx.Node) -> list[fx.Node]:
+    """Nodes that choose from another one by its numbers, as in x[:, numbers]."""
+    if node.target is not operator.getitem:
+        return []
+    chosen = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return [part for part in chosen if isinstance(part, fx.Node)]
 
 
 def _pads_positions(node: fx.Node, name: str) -> bool:

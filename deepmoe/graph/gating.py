@@ -21,7 +21,13 @@ from deepmoe.graph.narrow import narrowed, narrowed_graph, with_one_of_each
 from deepmoe.graph.operations import name_of
 
 LEAST_SHARE = 1e-3  # of the network's MACs: less is not worth a gate
-DROPOUTS = {"dropout": F.dropout, "dropout2d": F.dropout2d, "featuredropout": F.dropout2d}
+DROPOUTS = {
+    "dropout": F.dropout,
+    "dropout2d": F.dropout2d,
+    "featuredropout": F.dropout2d,
+    "alphadropout": F.alpha_dropout,
+    "featurealphadropout": F.feature_alpha_dropout,
+}
 
 
 class NothingToGate(UserError):
@@ -77,6 +83,11 @@ class Gating:
 
     def __call__(self, module: nn.Module, x_BCHW: Tensor, gates: Sequence[Tensor] | None) -> Tensor:
         """Logits of the network, with gates or (`None`) without."""
+        if x_BCHW.dim() != 4 or x_BCHW.shape[1] != self.graph.colours:
+            raise UserError(
+                f"images come as (images, {self.graph.colours}, height, width), "
+                f"not as {tuple(x_BCHW.shape)}"
+            )
         self.graph.check_size((x_BCHW.shape[-2], x_BCHW.shape[-1]))
         return self._code(module, Run(self.sites, gates, module.training), x_BCHW)
 
@@ -315,7 +326,8 @@ def _named(graph: Graph, name: str | int) -> Group:
             raise UserError(f"what {group.name} makes can't be gated: it {group.pinned}")
         return group
     known = ", ".join(group.name for group in graph.groups[:5])
-    raise UserError(f"no group of channels is made by {name!r}; there are {known} and others")
+    shown = repr(name)[:80]
+    raise UserError(f"no group of channels is made by {shown}; there are {known} and others")
 
 
 def _share(graph: Graph, group: Group) -> float:
@@ -327,7 +339,8 @@ def _share(graph: Graph, group: Group) -> float:
 
 def _follow_mode(graph: fx.Graph, run: fx.Node, node: fx.Node, root: nn.Module) -> None:
     name = name_of(node, root)
-    if name not in DROPOUTS:
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    if name not in DROPOUTS or training:  # in evaluation, too: it is meant to be always on
         return
     rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
     with graph.inserting_before(node):

@@ -1,22 +1,26 @@
 """One description of a network: its layers, and which channels come and go together."""
 
 import copy
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from deepmoe.errors import UserError
+from deepmoe.graph import functions
 from deepmoe.graph.capture import capture, evaluation_mode, one_tensor
-from deepmoe.graph.channels import Call, Channels, Shapes, tensors_in
+from deepmoe.graph.channels import BATCH, Call, Channels, Shapes, tensors_in
 from deepmoe.graph.narrow import narrowed
 
 SMALL = 64  # pixels a side: enough to tell channels apart, and quick
 OTHER_SIZES = ((9, 6), (32, 64))  # more than the images that a network is captured with
+LEAST_TRIED = 16  # pixels a side, of smaller images
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class Graph:
     tried_size: tuple[int, int]
     size: tuple[int, int] | None = None
     _positions: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict, repr=False)
+    _other_macs: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __deepcopy__(self, memo: object) -> "Graph":
         return self  # nothing in it ever changes
@@ -101,7 +106,8 @@ class Graph:
         if size not in self._positions:
             self.check_size(size)
             try:
-                shapes = _shapes(self.program, self.skeleton, self.colours, size)
+                with FlopCounterMode(display=False) as counter:
+                    shapes = _shapes(self.program, self.skeleton, self.colours, size)
             except Exception as error:  # of anybody's code
                 side = self._least_side(min(size))
                 reason = str(error).strip().partition("\n")[0][:100]
@@ -112,10 +118,17 @@ class Graph:
             found = {}
             for layer in self.layers:
                 shape = shapes[layer.node]
-                inner = shape[2:] if layer.is_conv else shape[1:-1]
-                found[layer.path] = int(torch.Size(inner).numel())
+                channels = shape[1] if layer.is_conv else shape[-1]
+                found[layer.path] = shape.numel() // channels // BATCH
             self._positions[size] = found
+            own = (found[x.path] * x.weights_per_output * len(x.outs) for x in self.layers)
+            self._other_macs[size] = counter.get_total_flops() // 2 // BATCH - sum(own)
         return self._positions[size]
+
+    def other_macs(self, size: tuple[int, int]) -> int:
+        """MACs of what is no layer here, such as attention: no gate changes them."""
+        self.positions(size)
+        return self._other_macs[size]
 
     def macs(self, size: tuple[int, int]) -> dict[str, int]:
         """MACs of each layer for an image of this size, all of whose channels run, by its path."""
@@ -189,12 +202,29 @@ def _check_weights(module: nn.Module, program: fx.Graph) -> None:
                     "give each weights of its own"
                 )
             owners[parameter] = path
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Conv2d | nn.Linear) and not isinstance(
+            dict(part.named_parameters(recurse=False)).get("weight"), nn.Parameter
+        ):
+            raise UserError(
+                f"the weight of {path} is computed (by weight norm, spectral norm or pruning): "
+                "make it a parameter first"
+            )
     called: set[str] = set()
     for node in program.find_nodes(op="call_module"):
         path = str(node.target)
         if path in called and module.get_submodule(path).state_dict():
             raise UserError(f"the layer {path} is called twice: give each call weights of its own")
         called.add(path)
+    for node in program.find_nodes(op="get_attr"):
+        path, _, name = str(node.target).rpartition(".")
+        others = [u for u in node.users if not _is_layer(u, node) and u.target is not getattr]
+        if name == "weight" and others and (path in called or len(others) < len(node.users)):
+            raise UserError(f"{node.target} is also used outside of its layer: give that its own")
+
+
+def _is_layer(user: fx.Node, weight: fx.Node) -> bool:
+    return user.target is functions.conv2d and user.args[1] is weight
 
 
 def build(
@@ -217,7 +247,7 @@ def build(
     while True:
         with torch.device("cpu"):  # numbers are real ones, also for a network without weights
             channels = Channels(skeleton, program)
-            logits = channels.run(torch.empty(2, colours, *small, device="meta"))
+            logits = channels.run(torch.empty(BATCH, colours, *small, device="meta"))
             described = _described(channels, counted)
             graph = Graph(
                 program=program,
@@ -345,22 +375,40 @@ def _wrong_after_removal(graph: Graph, channels: Channels) -> set[str]:
     work any more, or gives something else. All groups lose some, then every second one, then every
     second pair, which shows what is split into equal parts.
     """
+    # A grouped convolution of one block would be a plain one: two are left.
+    passed_on = torch.cat([layer.outs for layer in graph.layers if layer.passes_on] or [_NONE])
+    shared = {int(graph.group_of_unit[unit]) for unit in passed_on.tolist() if unit >= 0}
     found: set[str] = set()
-    for loses in (lambda number: True, lambda number: number % 2, lambda number: number // 2 % 2):
+    for loses, every_other in _REMOVALS:
         keep = torch.ones(graph.offsets[-1], dtype=torch.bool)
         for group, start in zip(graph.groups, graph.offsets, strict=False):
             if group.pinned is None and loses(group.number):
-                # Two are left: a grouped convolution of one block would be a plain one.
-                gone = max(0, min(-(-group.width // 2), group.width - 2))
-                keep[start + group.width - gone : start + group.width] = False
+                of_group = keep[start : start + group.width]
+                least = 2 if group.number in shared and group.width > 2 else 1
+                if every_other and group.width > 2 * least:
+                    of_group[1::2] = False
+                else:
+                    gone = max(0, min(-(-group.width // 2), group.width - least))
+                    of_group[group.width - gone :] = False
         found |= _wrong_without(graph, channels, keep)
     return found
+
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+# Which groups lose some, and whether these are every other one instead of the last ones.
+_REMOVALS: tuple[tuple[Callable[[int], Any], bool], ...] = (
+    (lambda number: True, False),
+    (lambda number: number % 2, False),
+    (lambda number: number // 2 % 2, False),
+    (lambda number: number // 4 % 2, False),
+    (lambda number: True, True),
+)
 
 
 def _wrong_without(graph: Graph, channels: Channels, keep: Tensor) -> set[str]:
     small = Channels(narrowed(graph, graph.skeleton, keep), graph.program)
     try:
-        small.run(torch.empty(2, graph.colours, *graph.tried_size, device="meta"))
+        small.run(torch.empty(BATCH, graph.colours, *graph.tried_size, device="meta"))
     except Exception:  # of anybody's code
         return _makers_before(channels, next(n for n in graph.program.nodes if n not in small.env))
     renamed: dict[int, int] = {}  # numbers of the small network's channels by unit
@@ -374,7 +422,8 @@ def _wrong_without(graph: Graph, channels: Channels, keep: Tensor) -> set[str]:
             )
             if not same:
                 node = next(n for n in graph.program.nodes if n.name == layer.node)
-                return _makers_before(channels, node)
+                made = {layer.path} if units is layer.outs else set()
+                return made | _makers_before(channels, node)
     return set()
 
 
@@ -391,22 +440,46 @@ def _size_is_fixed(program: fx.Graph, module: nn.Module, images: Tensor) -> bool
     """Whether the captured code gives something else for images of another size."""
     if images.is_meta:
         return False
+    (placeholder,) = program.find_nodes(op="placeholder")
+    bounds = placeholder.meta.get("bounds", ((1, math.inf), (1, math.inf)))
+    if any(upper < math.inf for _, upper in bounds):
+        return True
     captured = fx.GraphModule(module, program)
+    height, width = images.shape[-2:]
+    others = [(height + more, width + wider) for more, wider in OTHER_SIZES]
+    tried = False
     with evaluation_mode(module), torch.no_grad():
-        for more in OTHER_SIZES:
-            shape = [n + m for n, m in zip(images.shape[-2:], more, strict=True)]
-            other = torch.randn(
-                1, images.shape[1], *shape, device=images.device, dtype=images.dtype
-            )
-            try:
-                expected = one_tensor(module(other))
-            except Exception:  # of anybody's code: it may not take any size
-                continue
-            try:
-                return not torch.equal(captured(other), expected)
-            except Exception:
+        for size in others:
+            same = _gives_the_same(captured, module, images, size)
+            if same is not None:
+                tried = True
+                if not same:
+                    return True
+                break
+        # Below what an export takes for granted, a branch may be another one.
+        below = (bounds[0][0] - 1, bounds[1][0] - 1)
+        smaller = [(below[0], width), (height, below[1])]
+        for size, least in zip(smaller, below, strict=True):
+            if least >= LEAST_TRIED and _gives_the_same(captured, module, images, size) is False:
                 return True
-    return True
+    return not tried
+
+
+def _gives_the_same(
+    captured: nn.Module, module: nn.Module, images: Tensor, size: tuple[int, int]
+) -> bool | None:
+    """Whether two networks agree on images of a size; `None` where the original takes none."""
+    shape = (1, images.shape[1], *size)
+    other = torch.randn(shape, device=images.device, dtype=images.dtype)
+    try:
+        expected = one_tensor(module(other))
+    except Exception:  # of anybody's code: it may not take any size
+        return None
+    try:
+        found = captured(other)
+    except Exception:
+        return False
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def _takes(program: fx.Graph, skeleton: nn.Module, colours: int, side: int) -> bool:
@@ -423,5 +496,5 @@ def _shapes(
 ) -> dict[str, torch.Size]:
     """The shape of each node's value, for a batch of images of this size."""
     shapes = Shapes(skeleton, program)
-    shapes.run(torch.empty(2, colours, *size, device="meta"))
+    shapes.run(torch.empty(BATCH, colours, *size, device="meta"))
     return {n.name: value.shape for n, value in shapes.env.items() if isinstance(value, Tensor)}

@@ -99,6 +99,7 @@ def narrowed_graph(graph: "Graph", keep: Tensor) -> "Graph":
         groups=tuple(replace(g, width=int(left[g.number])) for g in graph.groups),
         followers=followers,
         _positions={},
+        _other_macs={},
     )
 
 

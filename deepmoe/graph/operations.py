@@ -17,11 +17,16 @@ POINTWISE = {
     *("relu", "relu6", "silu", "gelu", "sigmoid", "hardsigmoid", "hardswish", "hardtanh", "tanh"),
     *("elu", "selu", "celu", "leakyrelu", "mish", "softplus", "clamp", "clampmin", "clampmax"),
     *("abs", "neg", "exp", "sqrt", "rsqrt", "square", "pow", "reciprocal"),
-    *("dropout", "dropout2d", "droppath", "stochasticdepth"),
+    *("dropout", "dropout2d", "alphadropout", "featuredropout", "featurealphadropout"),
+    *("droppath", "stochasticdepth"),
     *("identity", "contiguous", "clone", "detach", "alias"),
     *("float", "half", "double", "bfloat16", "to", "type", "typeas", "tocopy"),
 }
-COPYING = {"contiguous", "clone"}  # values lie in another order afterwards
+# Values lie in another order afterwards, or are of another kind.
+COPYING = {
+    *("contiguous", "clone", "float", "half", "double", "bfloat16"),
+    *("to", "type", "typeas", "tocopy"),
+}
 # Two tensors value by value, or one and a number.
 PAIRWISE = {"add", "iadd", "sub", "isub", "rsub", "mul", "imul", "div", "truediv", "maximum"}
 ADDITIONS = {"add", "iadd"}

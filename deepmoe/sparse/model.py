@@ -62,6 +62,8 @@ def sparsify(
     """
     if isinstance(model, SparseModel):
         raise UserError("this model is sparse already")
+    if not isinstance(model, DeepMoE):
+        raise UserError("sparsify takes a gated model: give it deepmoe.gate(network, images)")
     if not model.gated:
         raise UserError("a dense network has no gates, so that there is nothing to skip")
     model.check_finite()
