@@ -80,6 +80,7 @@ class Channels(Shapes):
     def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
         super().__init__(root, graph)
         self.parents = [NOTHING]
+        self._table: Tensor | None = None  # of all roots, until something changes
         self.labels: dict[fx.Node, Any] = {}
         self.calls: list[Call] = []
         self.followers: dict[str, Tensor] = {}
@@ -97,6 +98,7 @@ class Channels(Shapes):
         """Numbers that nothing has yet."""
         start = len(self.parents)
         self.parents.extend(range(start, start + count))
+        self._table = None
         return torch.arange(start, start + count)
 
     def root_of(self, number: int) -> int:
@@ -108,15 +110,21 @@ class Channels(Shapes):
 
     def roots(self, numbers: Tensor) -> Tensor:
         """The same for many."""
-        return torch.tensor([self.root_of(n) for n in numbers.tolist()], dtype=torch.int64)
+        if self._table is None:
+            table = torch.tensor(self.parents)
+            while not torch.equal(further := table[table], table):
+                table = further
+            self._table = table
+        return self._table[numbers]
 
     def unite(self, one: int, other: int) -> None:
         """Makes two numbers stand for channels that come and go together."""
         one, other = sorted((self.root_of(one), self.root_of(other)))
         if one == NOTHING:
             self.pin([other], "meets values that no layer has made")
-        else:
+        elif one != other:
             self.parents[other] = one
+            self._table = None
 
     def pin(self, numbers: Iterable[int], reason: str) -> None:
         """Keeps channels as they are."""

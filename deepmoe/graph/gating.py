@@ -62,7 +62,7 @@ class Gating:
     gated: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        with torch.device("cpu"):  # torch.compile could not work them out on its way
+        with torch._C.DisableTorchFunction():  # torch.compile could not work them out on its way
             _ = self.sites, self._code
 
     def __deepcopy__(self, memo: object) -> "Gating":

@@ -245,7 +245,8 @@ def build(
         small = (SMALL, SMALL)
     counted: set[str] = set()
     while True:
-        with torch.device("cpu"):  # numbers are real ones, also for a network without weights
+        # Numbers are real ones, also where somebody makes networks without weights.
+        with torch._C.DisableTorchFunction():
             channels = Channels(skeleton, program)
             logits = channels.run(torch.empty(BATCH, colours, *small, device="meta"))
             described = _described(channels, counted)
@@ -378,7 +379,6 @@ def _wrong_after_removal(graph: Graph, channels: Channels) -> set[str]:
     # A grouped convolution of one block would be a plain one: two are left.
     passed_on = torch.cat([layer.outs for layer in graph.layers if layer.passes_on] or [_NONE])
     shared = {int(graph.group_of_unit[unit]) for unit in passed_on.tolist() if unit >= 0}
-    found: set[str] = set()
     for loses, every_other in _REMOVALS:
         keep = torch.ones(graph.offsets[-1], dtype=torch.bool)
         for group, start in zip(graph.groups, graph.offsets, strict=False):
@@ -390,8 +390,10 @@ def _wrong_after_removal(graph: Graph, channels: Channels) -> set[str]:
                 else:
                     gone = max(0, min(-(-group.width // 2), group.width - least))
                     of_group[group.width - gone :] = False
-        found |= _wrong_without(graph, channels, keep)
-    return found
+        found = _wrong_without(graph, channels, keep)
+        if found:
+            return found
+    return set()
 
 
 _NONE = torch.zeros(0, dtype=torch.int64)
@@ -411,15 +413,16 @@ def _wrong_without(graph: Graph, channels: Channels, keep: Tensor) -> set[str]:
         small.run(torch.empty(BATCH, graph.colours, *graph.tried_size, device="meta"))
     except Exception:  # of anybody's code
         return _makers_before(channels, next(n for n in graph.program.nodes if n not in small.env))
-    renamed: dict[int, int] = {}  # numbers of the small network's channels by unit
+    renamed = torch.full((graph.offsets[-1] + 1,), -1)  # numbers of the small network, by unit
     for layer, call in zip(graph.layers, small.calls, strict=True):
         for units, numbers in ((layer.ins, call.ins), (layer.outs, call.outs)):
-            left = units[(units < 0) | keep[units]]
-            found = small.roots(numbers).tolist()
-            same = len(left) == len(found) and all(
-                unit < 0 or renamed.setdefault(unit, number) == number
-                for unit, number in zip(left.tolist(), found, strict=True)
-            )
+            left, found = units[(units < 0) | keep[units]], small.roots(numbers)
+            same = len(left) == len(found)
+            if same:
+                of_unit, known = found[left >= 0], renamed[left[left >= 0]]
+                renamed[left[left >= 0]] = of_unit
+                same = bool(((known < 0) | (known == of_unit)).all())
+                same = same and torch.equal(renamed[left[left >= 0]], of_unit)
             if not same:
                 node = next(n for n in graph.program.nodes if n.name == layer.node)
                 made = {layer.path} if units is layer.outs else set()
