@@ -14,7 +14,7 @@ from deepmoe.registry import create_model
 def model_with_codes(codes: int) -> tuple[DeepMoE, Tensor]:
     """A model whose codes are the routes of some images, and these images."""
     torch.manual_seed(0)
-    model = create_model("resnet20", classes=10).eval()
+    model = create_model("vgg11", classes=10, wide=0.25).eval()
     torch.nn.init.normal_(model.heads.weight)
     torch.nn.init.normal_(model.embedding.project.weight, std=10.0)  # so that images differ
     images = torch.randn(codes, 3, 32, 32)
@@ -82,7 +82,7 @@ def test_onnx_runtime_gives_what_the_model_gives(tmp_path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     runtime.set_default_logger_severity(3)
     model, images = model_with_codes(2)
-    plain = create_model("resnet20", classes=10).eval()
+    plain = create_model("vgg11", classes=10, wide=0.25).eval()
     torch.nn.init.normal_(plain.heads.weight)
     route = torch.cat(plain(images[:1]).gates, dim=1)[0]
     networks = {
