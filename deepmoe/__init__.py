@@ -1,4 +1,4 @@
-"""Convolutional networks that decide per image which channels to run."""
+"""Convolutional networks that spend on each image only what it needs."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.config import RunConfig, load_config
     from deepmoe.costs import count_macs
-    from deepmoe.evaluation import evaluate
+    from deepmoe.evaluation import evaluate, set_exits
     from deepmoe.losses import DeepMoELoss
     from deepmoe.model import DeepMoE, DeepMoEOutput, gate
     from deepmoe.registry import create_model, list_models, register_model
@@ -35,6 +35,7 @@ _HOMES = {
     "register_model": "deepmoe.registry",
     "sparsify": "deepmoe.sparse",
     "evaluate": "deepmoe.evaluation",
+    "set_exits": "deepmoe.evaluation",
     "fit": "deepmoe.training",
     "load_checkpoint": "deepmoe.checkpoint",
     "widen": "deepmoe.widening",
@@ -56,6 +57,7 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "register_model",
+    "set_exits",
     "sparsify",
     "widen",
 ]

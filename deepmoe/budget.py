@@ -14,7 +14,7 @@ them would otherwise make them fade, until the epsilon of the next batch norm ou
 import torch
 from torch import Tensor
 
-from deepmoe.costs import Size, cost_matrix, count_costs, least, macs_of_counts
+from deepmoe.costs import Size, cost_matrix, count_costs, dense_macs, least, macs_of_counts
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for
 from deepmoe.graph import channel_strengths, scale_inputs
@@ -70,7 +70,7 @@ class MacsBudget:
             _hand_out(model, model.heads)
         costs, device = count_costs(model, size), model.heads.weight.device
         self.heads = model.heads
-        self.dense = float(costs.macs)
+        self.dense = float(dense_macs(model, size))
         self.routing = float(costs.embedding_macs + costs.gate_macs)
         self.target = target if target <= 1 else target / self.dense
         self.ramp = ramp
@@ -82,7 +82,7 @@ class MacsBudget:
         )
         self.quadratic = cost_matrix(model.gating, size).to(device)
         fewest = self._share((self.widths * floor)[None]).item()
-        most = 1 + self.routing / self.dense
+        most = (costs.macs + self.routing) / self.dense
         if not fewest <= self.target <= most:
             raise UserError(
                 f"a target of {target:g} can't be met: with embedding and gates, this "

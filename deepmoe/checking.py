@@ -14,7 +14,7 @@ from deepmoe.costs import count_macs
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, evaluation_mode
 from deepmoe.graph.capture import one_tensor
-from deepmoe.model import DeepMoE, add_gates, check_gated
+from deepmoe.model import DeepMoE, add_gates, check_gated, usual_widths
 from deepmoe.random_routes import routes_as_codebook, set_routes
 
 DENSITIES = (0.1, 0.5)
@@ -219,12 +219,14 @@ def _with_routes(model: DeepMoE, images: Tensor, density: float, seed: int) -> D
     """The network under gates of which this share is open, by routes that differ from image to
     image."""
     assert model.embedding is not None
+    size = (images.shape[2], images.shape[3])
+    widths = model.embedding.widths or usual_widths(model.gating.graph, size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        look = EmbeddingConfig(form="latent", dim=ROUTES, widths=model.embedding.widths)
-        routed = add_gates(model.network, model.gating, look, None, model.embedding.widths)
+        look = EmbeddingConfig(form="latent", dim=ROUTES, widths=widths)
+        routed = add_gates(model.network, model.gating, look, None, widths)
     routed.eval()
-    set_routes(routed, (images.shape[2], images.shape[3]), density, seed=seed)
+    set_routes(routed, size, density, seed=seed)
     return routed
 
 

@@ -196,6 +196,8 @@ def load_checkpoint(
     if "codebook.codes" in weights:
         codes, weight = weights["codebook.codes"], weights["codebook.weight"]
         model.codebook = RouteCodebook(codes, weight, model.gating.widths)
+    if "exit_at" in weights:
+        model.exit_at = torch.empty_like(weights["exit_at"], device="meta")
     if "thresholds" in weights:
         model.thresholds = torch.empty_like(weights["thresholds"], device="meta")
     # Some modules ask which version of theirs has written their tensors: this one.
@@ -335,6 +337,8 @@ def _fits(file: _File, shapes: Mapping[str, Any], model: DeepMoE) -> bool:
         expected["heads.weight"] = (torch.Size((rows, model.heads.weight.shape[1])), dtype)
     parameters = {name: expected[name] for name, _ in model.named_parameters()}
     found = _with_prefix(shapes, MODEL)
+    if model.embedding is not None and "exit_at" in found:
+        expected["exit_at"] = (torch.Size(()), dtype)
     if model.gated and "thresholds" in found:
         expected["thresholds"] = (torch.Size((sum(widths),)), dtype)
     if model.gated and "codebook.codes" in found:

@@ -33,16 +33,23 @@ class ModelConfig:
     block: Literal["basic", "bottleneck-a", "bottleneck-b"] | None = None
     gates: Gates = "inner"  # inner, all, names of layers; none: the dense twin
     gate_last: bool | None = None
+    # There is an embedding, also without gates: it may answer images itself (`deepmoe exits`).
+    exits: bool = False
+    kept: tuple[int, ...] | None = None  # channels that train.prune has left of each group
 
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
-    """The shallow embedding network."""
+    """What looks at the image first: a shallow network, or a narrow one (`network`)."""
 
-    form: Literal["classes", "latent"] = "classes"
+    form: Literal["classes", "latent", "network"] = "classes"
     dim: int = 32  # of the `latent` form
     widths: tuple[int, ...] | None = None  # None: the model's own default
+    shrink: int = 1  # it looks at the mean of so many pixels by so many: 2 for large images
     task_gradient: bool = True  # false: it learns from its own loss alone, not through the gates
+    # `network`: what is left of train.start at this share of the MACs looks first.
+    prune: float | None = None
+    kept: tuple[int, ...] | None = None  # channels that this has left of each group
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,7 @@ class LossConfig:
     label_smoothing: float = 0.0
     distillation: float = 0.0  # share of the task's loss that compares with train.teacher
     distillation_temperature: float = 4.0  # by which both networks' logits are divided there
+    embedding_distillation: float = 0.0  # share of the embedding's own loss that does so, too
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,15 @@ class TrainConfig:
     # Checkpoint to start from: base network, and gates. From one without gates, new ones start
     # with the largest at its strongest channels.
     start: str | None = None
-    teacher: Paths | None = None  # checkpoints whose mean output is learnt from: loss.distillation
+    # Share of the dense MACs to which the start's least important channels are removed, for good.
+    prune: float | None = None
+    # What channels are judged by: what the loss feels of them, or their weights alone.
+    prune_by: Literal["taylor", "strength"] = "taylor"
+    prune_tilt: float = (
+        0.5  # 0: the same share of every group stays; 1: by worth for each MAC alone
+    )
+    # Checkpoints whose mean output is learnt from, or what `deepmoe teach` has written of it.
+    teacher: Paths | None = None
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
     budget_ramp: tuple[float, float] = (0.1, 0.6)  # joint stage: where the cost falls to it
     channel_floor: float = 0.05  # share of each layer's channels that a budget leaves running
@@ -154,6 +170,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "model.wide": (1e-3, 1e3),
     "embedding.dim": (1, 1e5),
     "embedding.widths": (1, 1e5),
+    "embedding.shrink": (1, 1e3),
+    "embedding.prune": (TINY, 1),
     "heads.share": (TINY, 1),
     "heads.lr_scale": (0, HUGE),
     "data.size": (1, 1e5),
@@ -172,6 +190,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "loss.label_smoothing": (0, 1),
     "loss.distillation": (0, 1),
     "loss.distillation_temperature": (TINY, 1e3),
+    "loss.embedding_distillation": (0, 1),
     "train.epochs": (0, 1e6),
     "train.finetune_epochs": (0, 1e6),
     "train.batch_size": (2, 1e7),  # batch norm needs more than one image
@@ -182,6 +201,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.momentum": (0, 1),
     "train.weight_decay": (0, 1e3),
     "train.seed": (0, 2**32 - 1),
+    "train.prune": (TINY, 1),
+    "train.prune_tilt": (0, 1),
     "train.target_macs": (TINY, 1e18),
     "train.budget_ramp": (0, 1),
     "train.channel_floor": (TINY, 1),
@@ -232,10 +253,26 @@ class RunConfig:
             raise UserError("train.nesterov needs a train.momentum above 0")
         if (self.train.teacher is None) != (self.loss.distillation == 0):
             raise UserError("set both train.teacher and loss.distillation, or neither")
+        if self.train.teacher is None and self.loss.embedding_distillation:
+            raise UserError("loss.embedding_distillation needs a train.teacher")
+        if self.train.prune is not None and self.train.start is None:
+            raise UserError("train.prune removes channels of what train.start names: set that, too")
+        embedding = self.embedding
+        if embedding.form != "network" and (embedding.prune or embedding.kept):
+            raise UserError('embedding.prune is for embedding.form = "network"')
+        left = embedding.kept or (embedding.prune and self.train.start)
+        if embedding.form == "network" and not left:
+            raise UserError(
+                'embedding.form = "network" is what is left of a trained network: set train.start, '
+                "and embedding.prune to a share of its MACs"
+            )
         if not self.train.total_epochs:
             raise UserError("train.epochs and train.finetune_epochs must not both be 0")
         if not self.train.epochs and self.train.start is None:
             raise UserError("without a joint stage (train.epochs = 0), set train.start")
+        pruned = self.train.prune is not None or embedding.prune is not None
+        if not self.train.epochs and pruned and self.model.gates != "none":
+            raise UserError("pruning leaves gates to be learnt anew: that needs train.epochs")
         if self.train.codes is not None and not self.train.finetune_epochs:
             raise UserError("train.codes needs a frozen stage: set train.finetune_epochs")
         if self.train.codes is not None and self.model.gates == "none":
@@ -246,7 +283,7 @@ class RunConfig:
         """The same run without gates: the dense twin."""
         return dataclasses.replace(
             self,
-            model=dataclasses.replace(self.model, gates="none"),
+            model=dataclasses.replace(self.model, gates="none", exits=False),
             train=dataclasses.replace(self.train, codes=None),
         )
 

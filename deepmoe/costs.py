@@ -52,12 +52,26 @@ def count_costs(model: DeepMoE, size: Size) -> Costs:
     )
 
 
+def dense_macs(model: DeepMoE, size: Size) -> int:
+    """MACs of the base network with all channels, those included that were removed for good."""
+    graph, size = model.unpruned or model.gating.graph, as_pair(size)
+    return sum(graph.macs(size).values()) + graph.other_macs(size)
+
+
 @overload
 def count_macs(model: DeepMoE | Gating, size: Size) -> int: ...
 @overload
-def count_macs(model: DeepMoE | Gating, size: Size, gates: Sequence[Tensor]) -> Tensor: ...
 def count_macs(
-    model: DeepMoE | Gating, size: Size, gates: Sequence[Tensor] | None = None
+    model: DeepMoE | Gating,
+    size: Size,
+    gates: Sequence[Tensor] | None,
+    exited: Tensor | None = None,
+) -> Tensor: ...
+def count_macs(
+    model: DeepMoE | Gating,
+    size: Size,
+    gates: Sequence[Tensor] | None = None,
+    exited: Tensor | None = None,
 ) -> int | Tensor:
     """MACs of one image through the model.
 
@@ -66,25 +80,32 @@ def count_macs(
             stands for the base network alone.
         size: pixels a side, or (height, width).
         gates: the gates of a batch, as `DeepMoEOutput.gates`. A channel runs if its gate is not 0.
+        exited: which images the embedding has answered, as `DeepMoEOutput.exited`: neither heads
+            nor base network run for those.
 
     Returns:
-        Without gates, the dense MACs; with gates, an int64 tensor with one number an image.
+        Without either, the dense MACs; else an int64 tensor with one number an image.
     """
-    gating, routing, size = model, 0, as_pair(size)
+    gating, looking, routing, size = model, 0, 0, as_pair(size)
     if isinstance(model, DeepMoE):
         costs = count_costs(model, size)
-        gating, routing = model.gating, costs.embedding_macs + costs.gate_macs
+        gating, looking, routing = model.gating, costs.embedding_macs, costs.gate_macs
     if not isinstance(gating, Gating):
         kind = type(model).__name__
         raise UserError(
             f"MACs are counted of a gated model, not of a {kind}: deepmoe.gate makes one"
         )
+    network: int | Tensor
     if gates is None:
-        return sum(gating.graph.macs(size).values()) + gating.graph.other_macs(size) + routing
-    gating.check(gates)
-    active = torch.stack([(g != 0).sum(dim=1) for g in gates], dim=1)
-    quadratic = cost_matrix(gating, size).to(active.device)
-    return macs_of_counts(active.double(), quadratic).long() + routing
+        network = sum(gating.graph.macs(size).values()) + gating.graph.other_macs(size)
+    else:
+        gating.check(gates)
+        active = torch.stack([(g != 0).sum(dim=1) for g in gates], dim=1)
+        quadratic = cost_matrix(gating, size).to(active.device)
+        network = macs_of_counts(active.double(), quadratic).long()
+    if exited is None:
+        return looking + routing + network
+    return looking + (~exited).long() * (routing + network)
 
 
 def cost_matrix(gating: Gating, size: Size) -> Tensor:

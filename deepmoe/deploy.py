@@ -1,4 +1,4 @@
-"""Networks to hand over: plain modules that hold the channels of a route, or of a few, and no more.
+"""Networks to hand over: plain modules that hold the channels they run, and no more.
 
 They need nothing of deepmoe, and export to ONNX or by `torch.export` with the savings in them.
 """
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deepmoe.errors import UserError
 from deepmoe.graph import scale_inputs
 from deepmoe.graph.capture import one_tensor
-from deepmoe.model import DeepMoE, check_gated
+from deepmoe.model import DeepMoE, check_gated, confidence
 
 
 class Logits(nn.Module):
@@ -28,29 +28,83 @@ class Logits(nn.Module):
 class CodedNetwork(nn.Module):
     """A small network for each code, and what finds an image's code. For one image at a time.
 
+    It knows no exits: `ExitingNetwork` does.
+
     Args:
         model: with a codebook.
     """
 
     def __init__(self, model: DeepMoE) -> None:
         super().__init__()
-        check_gated(model, "CodedNetwork")
-        if model.codebook is None or model.embedding is None or model.heads is None:
+        self.routes = Routes(model, "CodedNetwork")
+        assert model.embedding is not None  # where there are heads
+        self.embedding = copy.deepcopy(model.embedding)
+        self.eval()
+
+    def forward(self, x_1CHW: Tensor) -> Tensor:
+        _check_one_image(x_1CHW)
+        e_1D, _ = self.embedding(x_1CHW)
+        return self.routes(x_1CHW, e_1D)
+
+
+class ExitingNetwork(nn.Module):
+    """The embedding, and the rest for images that it is not sure of. For one image at a time.
+
+    The rest is the base network where the model has no gates, and else a small network for each
+    code of its codebook.
+
+    Args:
+        model: with exits, and without gates or with a codebook.
+    """
+
+    exit_at: Tensor
+
+    def __init__(self, model: DeepMoE) -> None:
+        super().__init__()
+        if not isinstance(model, DeepMoE) or model.exit_at is None or model.embedding is None:
+            raise UserError("ExitingNetwork takes a model with exits: deepmoe exits makes one")
+        if next(model.network.parameters(), None) is None:
+            raise UserError(
+                "ExitingNetwork takes no sparse model: give it the model that it was made of"
+            )
+        self.gated = model.gated
+        self.rest: nn.Module
+        if self.gated:
+            self.rest = Routes(model, "ExitingNetwork")
+        else:
+            self.rest = Logits(copy.deepcopy(model.network))
+        self.embedding = copy.deepcopy(model.embedding)
+        self.register_buffer("exit_at", model.exit_at.clone())
+        self.eval()
+
+    def forward(self, x_1CHW: Tensor) -> Tensor:
+        _check_one_image(x_1CHW)
+        e_1D, logits = self.embedding(x_1CHW)
+        return torch.cond(
+            (confidence(logits) >= self.exit_at)[0],
+            lambda x, e, logits: logits.clone(),  # a branch must not give back what it was given
+            lambda x, e, logits: self.rest(x, e) if self.gated else self.rest(x),
+            (x_1CHW, e_1D, logits),
+        )
+
+
+class Routes(nn.Module):
+    """A small network for each code of a model, to be run behind its embedding."""
+
+    def __init__(self, model: DeepMoE, taker: str) -> None:
+        super().__init__()
+        check_gated(model, taker)
+        if model.codebook is None or model.heads is None:
             raise UserError("the model has no codebook: train it with train.codes")
         if model.thresholds is not None:
             raise UserError("the model has thresholds of an earlier version: deepmoe cut makes new")
-        self.embedding = copy.deepcopy(model.embedding)
         self.heads = copy.deepcopy(model.heads)
         self.codebook = copy.deepcopy(model.codebook)
         self.networks = nn.ModuleList(
             static_network(model, code) for code in model.codebook.codes.unbind()
         )
-        self.eval()
 
-    def forward(self, x_1CHW: Tensor) -> Tensor:
-        if x_1CHW.shape[0] != 1:
-            raise UserError(f"a coded network takes one image at a time, not {x_1CHW.shape[0]}")
-        e_1D, _ = self.embedding(x_1CHW)
+    def forward(self, x_1CHW: Tensor, e_1D: Tensor) -> Tensor:
         code = self.codebook.nearest(self.heads(e_1D))[0]
         return self._run(code, 0, x_1CHW)
 
@@ -68,7 +122,9 @@ class CodedNetwork(nn.Module):
 
 @torch.no_grad()
 def static_network(model: DeepMoE, gates_C: Tensor) -> nn.Module:
-    """A plain network that gives what the model gives under these gates.
+    """A plain network that gives what the model's base network gives under these gates.
+
+    Exits are left behind: it has no embedding that could answer.
 
     Args:
         model: gated.
@@ -91,3 +147,8 @@ def static_network(model: DeepMoE, gates_C: Tensor) -> nn.Module:
     kept = [g.index_select(0, at.to(g.device)) for g, at in zip(gates, left, strict=True)]
     scale_inputs(small, gating, torch.cat(kept))
     return Logits(small).eval()
+
+
+def _check_one_image(x_BCHW: Tensor) -> None:
+    if x_BCHW.shape[0] != 1:
+        raise UserError(f"such a network takes one image at a time, not {x_BCHW.shape[0]}")

@@ -54,7 +54,7 @@ class HubModel(
         config = config_of(self.model, RunConfig(data=DataConfig(name=GIVEN)))
         path = save_directory / WEIGHTS_NAME
         save_checkpoint(path, self.model, config, self.info, TrainState())
-        text = json.dumps(_told(config, self.info), indent=2)
+        text = json.dumps(_told(self.model, config, self.info), indent=2)
         (save_directory / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -115,12 +115,15 @@ def from_pretrained(name: str | Path, **hub: Any) -> DeepMoE:
         raise UserError(f"there is no model at {name}: {reason}") from error
 
 
-def _told(config: RunConfig, info: DataInfo) -> dict[str, Any]:
+def _told(model: DeepMoE, config: RunConfig, info: DataInfo) -> dict[str, Any]:
     """What a person wants to know of a model; the weights' own header is what is read."""
     tables = config_to_dict(config)
+    # In six digits: what it is stored in gives more, which nobody has chosen.
+    exits = {} if model.exit_at is None else {"exit_at": round(float(model.exit_at), 6)}
     return {
         "library_name": "deepmoe",
         **{name: tables[name] for name in ("model", "embedding", "heads") if name in tables},
+        **exits,
         "classes": list(info.class_names),
         "image_size": list(info.size),
         "image_mean": list(info.mean),

@@ -38,6 +38,7 @@ class DeepMoELoss:
         distillation: share of the task's cross-entropy that gives way to the difference from a
             teacher's outputs.
         temperature: divides the logits of both before they are compared.
+        embedding_distillation: as `distillation`, of the embedding's own cross-entropy.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class DeepMoELoss:
         ignore_index: int = -100,
         distillation: float = 0.0,
         temperature: float = 4.0,
+        embedding_distillation: float = 0.0,
     ) -> None:
         if l1 not in ("sum", "mean"):
             raise ValueError(f"l1 is sum or mean, not {l1!r}")
@@ -62,6 +64,7 @@ class DeepMoELoss:
         self.ignore_index = ignore_index
         self.distillation = distillation
         self.temperature = temperature
+        self.embedding_distillation = embedding_distillation
 
     @classmethod
     def from_config(
@@ -77,6 +80,7 @@ class DeepMoELoss:
             ignore_index=ignore_index,
             distillation=config.distillation,
             temperature=config.distillation_temperature,
+            embedding_distillation=config.embedding_distillation,
         )
 
     def weights(self, epoch: float) -> tuple[float, float]:
@@ -127,6 +131,10 @@ class DeepMoELoss:
                 balance = load_imbalance(output.gates)
         if output.embedding_logits is not None:
             embedding = _image_cross_entropy(at_least_single(output.embedding_logits), targets)
+            whole_images = targets.ndim == 1  # of pixels, an embedding says nothing
+            if teacher_logits is not None and self.embedding_distillation and whole_images:
+                taught = distance_from(teacher_logits, output.embedding_logits, self.temperature)
+                embedding = torch.lerp(embedding, taught.mean(), self.embedding_distillation)
         regular = sparsity * gates + embedding_weight * embedding + self.balance * balance
         return LossParts(weighted_task + regular, task, gates, embedding, balance, distillation)
 

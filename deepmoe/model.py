@@ -1,5 +1,6 @@
 """DeepMoE: embedding, gate heads and base network, joined."""
 
+import copy
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,20 +13,41 @@ from torch.utils import _pytree
 
 from deepmoe.config import GIVEN, EmbeddingConfig, HeadsConfig, ModelConfig
 from deepmoe.errors import UserError
-from deepmoe.graph import Gating, Graph, choose, describe
+from deepmoe.graph import Gating, Graph, choose, describe, with_kept
 from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads, RouteCodebook, ShallowEmbedding
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
+from deepmoe.network_embedding import NetworkEmbedding
+from deepmoe.ops import at_least_single
 
 if TYPE_CHECKING:
     from deepmoe.data import DataInfo
 
 
+Embedding = ShallowEmbedding | NetworkEmbedding
+
+
+class Whole(NamedTuple):
+    """A base network before channels are removed for good, and its graph."""
+
+    network: nn.Module
+    graph: Graph
+
+
 class DeepMoEOutput(NamedTuple):
-    """What a forward pass gives; the last two are `None` for a dense network."""
+    """What a forward pass gives.
+
+    Attributes:
+        logits: the model's answer.
+        embedding_logits: the embedding's own; `None` for a model without one.
+        gates: of every layer; `None` for a model without any.
+        exited: which images the embedding has answered; `None` where it answers none, as in
+            training.
+    """
 
     logits: Tensor
     embedding_logits: Tensor | None
     gates: Gates | None
+    exited: Tensor | None = None
 
 
 SMALL_IMAGES = 64  # pixels a side, below which the embedding is that for CIFAR
@@ -43,34 +65,42 @@ class DeepMoE(nn.Module):
 
     Gates are passed as arguments and returned, never kept on a layer. Without embedding and heads
     it is the dense twin: the same base network, losses and training loop. With a codebook, the
-    gates of an image are those of the nearest of its codes.
+    gates of an image are those of the nearest of its codes. With exits, the embedding answers the
+    images that it is sure of: its logits are the model's there, and the base network need not run.
 
     Args:
         embedding: looks at the image.
-        heads: make gates from its answer.
+        heads: make gates from its answer. Without, it is there for exits alone.
         network: the base network, any module that gives logits of images.
         gating: its graph, and where gates stand in it.
         codebook: of routes, if images are to share a few of them.
         thresholds: one for each channel of all layers; gates below are closed. Checkpoints that
             earlier versions have cut hold some.
         source: what the base network is made of, for checkpoints.
+        exit_at: how sure the embedding must be to answer, from 0 to 1: the probability that it
+            gives its first guess. `None`: it never answers.
+        unpruned: the graph of the network that this one was before channels were removed for good;
+            shares of the dense MACs are those of its. `None`: none were.
     """
 
     thresholds: Tensor | None
+    exit_at: Tensor | None
 
     def __init__(
         self,
-        embedding: ShallowEmbedding | None,
+        embedding: Embedding | None,
         heads: GateHeads | NoisyTopKHeads | None,
         network: nn.Module,
         gating: Gating,
         codebook: RouteCodebook | None = None,
         thresholds: Tensor | None = None,
         source: ModelConfig | None = None,
+        exit_at: Tensor | None = None,
+        unpruned: Graph | None = None,
     ) -> None:
         super().__init__()
-        if (embedding is None) != (heads is None):
-            raise ValueError("embedding and heads go together: give both, or neither")
+        if embedding is None and (heads is not None or exit_at is not None):
+            raise ValueError("heads and exits need an embedding")
         if codebook is not None and heads is None:
             raise ValueError("a codebook needs gates to replace: give embedding and heads too")
         self.embedding = embedding
@@ -78,13 +108,15 @@ class DeepMoE(nn.Module):
         self.network = network
         self.gating = gating
         self.source = source or ModelConfig(GIVEN, gates=gating.names)
+        self.unpruned = unpruned
         self.codebook = codebook
         self.register_buffer("thresholds", thresholds)
+        self.register_buffer("exit_at", exit_at)
 
     @property
     def gated(self) -> bool:
-        """False for a dense network."""
-        return self.embedding is not None
+        """False for a network that runs the same channels for all images."""
+        return self.heads is not None
 
     def as_input(self, x_BCHW: Tensor) -> Tensor:
         """Images where the model is, in its precision."""
@@ -92,9 +124,11 @@ class DeepMoE(nn.Module):
 
     def route(self, x_BCHW: Tensor) -> tuple[Gates | None, Tensor | None]:
         """The gates of every layer and the embedding's class logits, before the base network."""
-        if self.embedding is None or self.heads is None:
+        if self.embedding is None:
             return None, None
         e_BD, embedding_logits = self.embedding(x_BCHW)
+        if self.heads is None:
+            return None, embedding_logits
         gates = self.concatenated_gates(e_BD).split(self.gating.widths, dim=1)
         if self.codebook is not None:
             gates = self.codebook(gates)
@@ -109,7 +143,17 @@ class DeepMoE(nn.Module):
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
         gates, embedding_logits = self.route(x_BCHW)
         logits = self.gating(self.network, x_BCHW, gates)
-        return DeepMoEOutput(logits, embedding_logits, gates)
+        if self.exit_at is None or self.training:
+            return DeepMoEOutput(logits, embedding_logits, gates)
+        assert embedding_logits is not None
+        exited = self.exits(embedding_logits)
+        logits = torch.where(exited[:, None], embedding_logits.to(logits.dtype), logits)
+        return DeepMoEOutput(logits, embedding_logits, gates, exited)
+
+    def exits(self, embedding_logits: Tensor) -> Tensor:
+        """Which images the embedding answers, by its logits."""
+        assert self.exit_at is not None
+        return confidence(embedding_logits) >= self.exit_at
 
     def with_gates(
         self,
@@ -120,7 +164,7 @@ class DeepMoE(nn.Module):
         """The same network and embedding under other gates. Parts are shared, not copied."""
         heads = self.heads if heads is None else heads
         parts = (self.embedding, heads, self.network, self.gating)
-        model = DeepMoE(*parts, codebook, thresholds, self.source)
+        model = DeepMoE(*parts, codebook, thresholds, self.source, self.exit_at, self.unpruned)
         for part in (heads, codebook):
             if part is not None:
                 part.train(self.training)
@@ -184,6 +228,11 @@ def _hub() -> Any:
     return import_module("deepmoe.hub")  # it knows how models are made, and stands above
 
 
+def confidence(logits: Tensor) -> Tensor:
+    """How sure a classifier is of its first guess: the probability it gives it, for each image."""
+    return at_least_single(logits).softmax(dim=1).amax(dim=1)
+
+
 def gate(
     module: nn.Module,
     images: Tensor,
@@ -232,36 +281,86 @@ def add_gates(
     heads: HeadsConfig | None,
     widths: tuple[int, ...],
     source: ModelConfig | None = None,
+    whole: Whole | None = None,
 ) -> DeepMoE:
-    """A network under gates that an embedding makes; `widths` are the embedding's usual ones."""
-    embedding, heads = embedding or EmbeddingConfig(), heads or HeadsConfig()
-    if not isinstance(embedding, EmbeddingConfig) or not isinstance(heads, HeadsConfig):
+    """A network under gates that an embedding makes.
+
+    Args:
+        network: the base network.
+        gating: of the network.
+        embedding: how the embedding is made.
+        heads: how the heads are.
+        widths: of the embedding, if it has the usual ones.
+        source: what the base network is made of.
+        whole: what the base network was before it was pruned, if it was.
+    """
+    heads = heads or HeadsConfig()
+    if not isinstance(heads, HeadsConfig):
         raise UserError("embedding is an EmbeddingConfig, and heads a HeadsConfig")
     if heads.kind not in ("relu", "noisy-topk"):
         raise UserError(f"heads are of the kind relu or noisy-topk, not {heads.kind!r}")
-    looks = ShallowEmbedding(
-        gating.graph.classes,
-        form=embedding.form,
-        dim=embedding.dim,
-        widths=widths if embedding.widths is None else embedding.widths,
-        task_gradient=embedding.task_gradient,
-        colours=gating.graph.colours,
-    )
+    looks = _embedding_for(network, whole or Whole(network, gating.graph), embedding, widths)
     init = {} if heads.init is None else {"init": heads.init}
     made: GateHeads | NoisyTopKHeads
     if heads.kind == "relu":
         made = GateHeads(looks.dim, gating.widths, **init)
     else:
         made = NoisyTopKHeads(looks.dim, gating.widths, share=heads.share, **init)
-    like = next(network.parameters())
-    for part in (looks, made):
-        # What is made without weights, to be filled from a file, has none to move.
-        part.to(like.dtype if next(part.parameters()).is_meta else like)
-    model = DeepMoE(
-        looks.train(network.training), made.train(network.training), network, gating, source=source
-    )
+    _move_beside(network, made)
+    model = DeepMoE(looks, made, network, gating, source=source)
     model.training = network.training  # each module of the network keeps its own mode
     return model
+
+
+def add_exits(
+    network: nn.Module,
+    gating: Gating,
+    embedding: EmbeddingConfig | None,
+    widths: tuple[int, ...],
+    source: ModelConfig | None = None,
+    whole: Whole | None = None,
+) -> DeepMoE:
+    """A network without gates, and an embedding that may answer in its place.
+
+    Arguments are those of `add_gates`.
+    """
+    looks = _embedding_for(network, whole or Whole(network, gating.graph), embedding, widths)
+    model = DeepMoE(looks, None, network, gating, source=source)
+    model.training = network.training
+    return model
+
+
+def _embedding_for(
+    network: nn.Module, whole: Whole, config: EmbeddingConfig | None, widths: tuple[int, ...]
+) -> Embedding:
+    config = config or EmbeddingConfig()
+    if not isinstance(config, EmbeddingConfig):
+        raise UserError("embedding is an EmbeddingConfig, and heads a HeadsConfig")
+    looks: Embedding
+    if config.form == "network":
+        first, graph = with_kept(copy.deepcopy(whole.network), whole.graph, config.kept)
+        gradient = config.task_gradient
+        looks = NetworkEmbedding(first, graph, kept=config.kept, task_gradient=gradient)
+    else:
+        looks = ShallowEmbedding(
+            whole.graph.classes,
+            form=config.form,
+            dim=config.dim,
+            widths=widths if config.widths is None else config.widths,
+            task_gradient=config.task_gradient,
+            colours=whole.graph.colours,
+            shrink=config.shrink,
+        )
+    _move_beside(network, looks)
+    return looks
+
+
+def _move_beside(network: nn.Module, part: nn.Module) -> None:
+    """Brings a part where the network is, and into its mode."""
+    like = next(network.parameters())
+    # What is made without weights, to be filled from a file, has none to move.
+    part.to(like.dtype if next(part.parameters()).is_meta else like)
+    part.train(network.training)
 
 
 def usual_embedding(gating: Gating, size: tuple[int, int]) -> EmbeddingConfig:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deepmoe.errors import UserError
-from deepmoe.layers import GateHeads, RouteCodebook
+from deepmoe.layers import GateHeads, RouteCodebook, ShallowEmbedding
 from deepmoe.model import DeepMoE
 
 SHARPNESS = 1e4  # mixture weights are all but one-hot
@@ -26,8 +26,8 @@ def set_routes(
         images: random ones that the embedding is fitted to.
         seed: of routes and images.
     """
-    if model.embedding is None or not isinstance(model.heads, GateHeads):
-        raise UserError("routes can be set for models with relu heads only")
+    if not isinstance(model.embedding, ShallowEmbedding) or not isinstance(model.heads, GateHeads):
+        raise UserError("routes can be set for models with a shallow embedding and relu heads only")
     device = model.heads.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     weight, routes = model.heads.weight, model.heads.weight.shape[1]
@@ -42,7 +42,7 @@ def set_routes(
         start += width
     x = torch.randn(images, model.gating.graph.colours, *size, generator=generator, device=device)
     project = model.embedding.project
-    features = torch.cat([_features(model, part) for part in x.split(8)])
+    features = torch.cat([_features(model.embedding, part) for part in x.split(8)])
     mean, std = features.mean(dim=0), features.std(dim=0).clamp_min(1e-6)
     directions = torch.randn(routes, len(mean), generator=generator, device=device)
     project.weight.copy_(SHARPNESS * directions / std)
@@ -57,6 +57,6 @@ def routes_as_codebook(model: DeepMoE) -> DeepMoE:
     return model.with_gates(codebook=book).eval()
 
 
-def _features(model: DeepMoE, x_BCHW: Tensor) -> Tensor:
-    assert model.embedding is not None
-    return model.embedding.convs(x_BCHW.to(model.embedding.project.weight.dtype)).mean(dim=(2, 3))
+def _features(embedding: ShallowEmbedding, x_BCHW: Tensor) -> Tensor:
+    looked_at = embedding.shrunk(x_BCHW.to(embedding.project.weight.dtype))
+    return embedding.convs(looked_at).mean(dim=(2, 3))

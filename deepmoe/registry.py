@@ -12,17 +12,20 @@ from torch import nn
 
 from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig
 from deepmoe.errors import UserError
-from deepmoe.graph import Gating, Graph, choose, describe, open_groups
+from deepmoe.graph import Gating, Graph, choose, describe, open_groups, with_kept
 from deepmoe.layers import GateHeads
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
 from deepmoe.model import (
     DeepMoE,
+    Whole,
+    add_exits,
     add_gates,
     check_classes,
     replace_classifier,
     usual_embedding,
     usual_widths,
 )
+from deepmoe.network_embedding import NetworkEmbedding
 from deepmoe.networks import DRN, ResNet, resnet, vgg
 from deepmoe.networks.resnet import (
     IMAGENET_DEPTHS,
@@ -114,6 +117,8 @@ def create_model(
     heads: HeadsConfig | None = None,
     pretrained: bool = False,
     size: tuple[int, int] | None = None,
+    exits: bool = False,
+    kept: Sequence[int] | None = None,
     **options: Any,
 ) -> DeepMoE:
     """Builds a model.
@@ -123,11 +128,14 @@ def create_model(
             `package.module:factory`.
         classes: number of classes; the model's usual number if not given.
         gates: `inner`, `all`, names of layers, or `None` for the dense twin, which has neither
-            embedding nor heads.
+            embedding (unless it has exits) nor heads.
         embedding: form and widths of the embedding network.
         heads: kind and initialisation of the gate heads.
         pretrained: start from trained weights, where the name is of another package.
         size: of images, where the name is of another package and its own usual one is not meant.
+        exits: whether there is an embedding to answer images, also without gates.
+        kept: channels that are left of each group from which some can be removed, as `prune`
+            leaves them. `None`: all.
         **options: of the base network, such as `wide=2`, `widths=[...]`, `block="bottleneck-b"`,
             and of its gates, such as `gate_last=True`.
 
@@ -144,7 +152,7 @@ def create_model(
             raise UserError(f"{name} takes no options of the zoo, such as {next(iter(options))}")
         with torch.device("cpu"):  # what others make may need values
             network = make_network(name, classes, pretrained=pretrained)
-        source = ModelConfig(name, gates=as_gates(gates))
+        source = ModelConfig(name, gates=as_gates(gates), exits=exits, kept=as_kept(kept))
         return from_network(network, source, classes, size, embedding, heads, pretrained)
     entry = model_entry(name)
     if pretrained:
@@ -156,8 +164,9 @@ def create_model(
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
     made = {k: v for k, v in values.items() if k in _options_of(entry.make)}
     chosen = {k: v for k, v in values.items() if k in _options_of(entry.inner)}
-    network = entry.make(classes, **made)
-    graph = _graph(name, classes, tuple(made.items()))
+    full = entry.make(classes, **made)
+    whole = _graph(name, classes, tuple(made.items()))
+    network, graph = with_kept(full, whole, kept)
     where = "inner" if gates in (None, "none") else gates
     if where == "inner" and entry.inner is not None:
         where = entry.inner(network, **chosen)
@@ -165,10 +174,29 @@ def create_model(
     known: dict[str, Any] = {
         k: v for k, v in values.items() if k in ModelConfig.__dataclass_fields__
     }
-    source = ModelConfig(name, gates=as_gates(gates), **known)
-    if gates in (None, "none"):
-        return DeepMoE(None, None, network, gating, source=source)
-    return add_gates(network, gating, embedding, heads, entry.embedding_widths, source)
+    source = ModelConfig(name, gates=as_gates(gates), exits=exits, kept=as_kept(kept), **known)
+    usual = entry.embedding_widths
+    return _joined(network, gating, Whole(full, whole), embedding, heads, usual, source)
+
+
+def _joined(
+    network: nn.Module,
+    gating: Gating,
+    whole: Whole,
+    embedding: EmbeddingConfig | None,
+    heads: HeadsConfig | None,
+    widths: tuple[int, ...],
+    source: ModelConfig,
+) -> DeepMoE:
+    """The network, with an embedding and heads if the source asks for them."""
+    if source.gates != "none":
+        model = add_gates(network, gating, embedding, heads, widths, source, whole)
+    elif source.exits:
+        model = add_exits(network, gating, embedding, widths, source, whole)
+    else:
+        model = DeepMoE(None, None, network, gating, source=source)
+    model.unpruned = None if source.kept is None else whole.graph
+    return model
 
 
 def from_network(
@@ -198,15 +226,17 @@ def from_network(
     convs = (m for m in network.modules() if isinstance(m, nn.Conv2d))
     colours = next((conv.in_channels for conv in convs), 3)
     images = torch.randn(1, colours, *pixels, device="cpu").to(like)
-    graph = describe(network, images)
-    if classes is not None and classes != graph.classes:
-        graph = replace_classifier(network, graph, images, classes, tell=pretrained)
+    whole = describe(network, images)
+    if classes is not None and classes != whole.classes:
+        whole = replace_classifier(network, whole, images, classes, tell=pretrained)
+    small, graph = with_kept(network, whole, source.kept)
     if source.gates == "none":
         gating = Gating(graph, tuple(open_groups(graph, "inner")))
-        return DeepMoE(None, None, network, gating, source=source)
-    gating = choose(graph, source.gates)
-    embedding = embedding or usual_embedding(gating, pixels)
-    return add_gates(network, gating, embedding, heads, usual_widths(graph, pixels), source)
+    else:
+        gating = choose(graph, source.gates)
+        embedding = embedding or usual_embedding(gating, pixels)
+    usual = usual_widths(whole, pixels)
+    return _joined(small, gating, Whole(network, whole), embedding, heads, usual, source)
 
 
 def usual_input(model: DeepMoE) -> tuple[int, int]:
@@ -222,6 +252,11 @@ def as_gates(gates: str | Sequence[str] | None) -> Gates:
     if gates is None or isinstance(gates, str):
         return "none" if gates is None else gates  # type: ignore[return-value]
     return tuple(gates)
+
+
+def as_kept(kept: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Numbers of channels, as a configuration says it."""
+    return None if kept is None else tuple(kept)
 
 
 @lru_cache(maxsize=64)
@@ -275,6 +310,8 @@ def model_from_config(
         heads=heads,
         pretrained=model.pretrained and weights,
         size=size,
+        exits=model.exits,
+        kept=model.kept,
         **model_options(model),
     )
 
@@ -296,24 +333,27 @@ def config_of(model: DeepMoE, config: RunConfig | None = None) -> RunConfig:
         train = dataclasses.replace(config.train, precision="64-true")
         config = dataclasses.replace(config, train=train)
     made, heads = model.embedding, model.heads
-    if made is None or heads is None:
-        dense = dataclasses.replace(model.source, gates="none")
-        return dataclasses.replace(config, model=dense)
-    return dataclasses.replace(
-        config,
-        model=model.source,
-        embedding=EmbeddingConfig(
-            made.form,  # type: ignore[arg-type]
-            made.dim if made.form == "latent" else EmbeddingConfig.dim,
-            made.widths,
-            made.task_gradient,
-        ),
-        heads=dataclasses.replace(
+    if heads is None:
+        plain = dataclasses.replace(model.source, gates="none", exits=made is not None)
+        config = dataclasses.replace(config, model=plain)
+    else:
+        kind = dataclasses.replace(
             config.heads,
             kind="relu" if isinstance(heads, GateHeads) else "noisy-topk",
             share=getattr(heads, "share", config.heads.share),
-        ),
+        )
+        config = dataclasses.replace(config, model=model.source, heads=kind)
+    if made is None:
+        return config
+    looks = EmbeddingConfig(
+        form=made.form,  # type: ignore[arg-type]
+        dim=made.dim if made.form == "latent" else EmbeddingConfig.dim,
+        widths=made.widths,
+        shrink=made.shrink,
+        task_gradient=made.task_gradient,
+        kept=made.kept if isinstance(made, NetworkEmbedding) else None,
     )
+    return dataclasses.replace(config, embedding=looks)
 
 
 def model_options(model: ModelConfig) -> dict[str, Any]:

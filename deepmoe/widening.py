@@ -49,6 +49,8 @@ def widen(model: DeepMoE, factor: float, *, noise: float = 0.05, seed: int = 0) 
         raise UserError("a model with a codebook or thresholds can't be widened")
     if not isinstance(model.heads, GateHeads | None):
         raise UserError("only relu heads can be widened")
+    if model.unpruned is not None:
+        raise UserError("a pruned network can't be widened: widen it first, then prune it")
     gating = model.gating
     copies = _copies(gating, factor)
     network = _widened(gating, model.network, copies, noise, seed)
@@ -65,16 +67,21 @@ def widen(model: DeepMoE, factor: float, *, noise: float = 0.05, seed: int = 0) 
         raise UserError(
             "the network can't be widened: its code relies on numbers of channels"
         ) from error
-    source = _source(model, factor, new)
-    if model.heads is None:
-        return DeepMoE(None, None, network, new, source=source).train(model.training)
-    each = [copies[s : s + w] for s, w in zip(_starts(gating), gating.widths, strict=True)]
-    heads = GateHeads(model.heads.weight.shape[1], new.widths).to(model.heads.weight)
-    if not heads.weight.is_meta:
-        repeated = torch.cat(each).to(model.heads.weight.device)
-        heads.weight.copy_(model.heads.weight.repeat_interleave(repeated, dim=0))
-    embedding = copy.deepcopy(model.embedding)
-    return DeepMoE(embedding, heads, network, new, source=source).train(model.training)
+    heads = None
+    if model.heads is not None:
+        each = [copies[s : s + w] for s, w in zip(_starts(gating), gating.widths, strict=True)]
+        heads = GateHeads(model.heads.weight.shape[1], new.widths).to(model.heads.weight)
+        if not heads.weight.is_meta:
+            repeated = torch.cat(each).to(model.heads.weight.device)
+            heads.weight.copy_(model.heads.weight.repeat_interleave(repeated, dim=0))
+    return DeepMoE(
+        copy.deepcopy(model.embedding),
+        heads,
+        network,
+        new,
+        source=_source(model, factor, new),
+        exit_at=copy.deepcopy(model.exit_at),
+    ).train(model.training)
 
 
 def _source(model: DeepMoE, factor: float, widened: Gating) -> ModelConfig:
@@ -82,7 +89,7 @@ def _source(model: DeepMoE, factor: float, widened: Gating) -> ModelConfig:
     wide = replace(model.source, wide=model.source.wide * factor)
     if wide.name not in list_models():
         return wide
-    given = ModelConfig(GIVEN, gates=widened.names, wide=factor)
+    given = ModelConfig(GIVEN, gates=widened.names, wide=factor, exits=model.source.exits)
     if wide.widths is not None:
         return given
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Fills the generated parts of the documents: tables from the code and from results, and a plot.
+"""Fills the generated parts of the documents: tables from the code and from results, and plots.
 
 A generated part stands between `<!-- NAME -->` and `<!-- /NAME -->`; an experiment's name stands
 for the table of its runs. Run by `make docs`; a test fails while a part is out of date.
@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import matplotlib
 from benchmark_tables import (
@@ -21,6 +22,16 @@ from benchmark_tables import (
     sparse_table,
     train_speed_table,
 )
+from exit_tables import (
+    embedding_table,
+    field_table,
+    front_curves,
+    front_table,
+    pairs_table,
+    saved_table,
+    speed_table,
+)
+from exit_tables import targets_table as exit_targets_table
 from experiment_tables import (
     budget_table,
     camvid_table,
@@ -84,6 +95,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "curve-plain": partial(curve_table, "cifar100_gates", FOUR),
     "curve-small": partial(curve_table, "small_by_heart", SMALL),
     "cut-four-many": cut_table,
+    "exit-front": front_table,
+    "exit-pairs": pairs_table,
+    "exit-saved": saved_table,
+    "exit-embeddings": embedding_table,
+    "exit-field": field_table,
+    "exit-targets": exit_targets_table,
+    "exit-speed": speed_table,
     "train-speed": train_speed_table,
     "input-speed": input_speed_table,
     "sparse-cpu": partial(sparse_table, "cpu"),
@@ -103,7 +121,10 @@ DOCUMENTS = [
     BENCHMARKS / "README.md",
     *sorted(EXPERIMENTS.glob("**/README.md")),
 ]
-COSTS = ROOT / "docs" / "costs.svg"
+PLOTS = {
+    ROOT / "docs" / "costs.svg": cost_curves,
+    ROOT / "docs" / "exits.svg": front_curves,
+}
 
 
 def filled(text: str) -> str:
@@ -116,9 +137,8 @@ def filled(text: str) -> str:
     )
 
 
-def costs_as_svg() -> str:
-    """The plot of docs/recipe.md, its points written out in the description."""
-    curves = cost_curves()
+def as_svg(curves: dict[str, list[dict[str, Any]]]) -> str:
+    """A plot of accuracy against cost, its points written out in the description."""
     points = {
         name: ", ".join(f"{p['accuracy']:.2%} at {p['macs_share']:.1%}" for p in curve)
         for name, curve in curves.items()
@@ -135,4 +155,5 @@ def costs_as_svg() -> str:
 if __name__ == "__main__":
     for document in DOCUMENTS:
         document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
-    COSTS.write_text(costs_as_svg(), encoding="utf-8")
+    for path, curves in PLOTS.items():
+        path.write_text(as_svg(curves()), encoding="utf-8")

@@ -39,6 +39,7 @@ def broken_rules(found: Check) -> dict[str, str]:
 
 def test_a_good_model_passes_and_stays_as_it_was(model) -> None:
     model.network.two.eval()
+    model.exit_at = torch.tensor(0.0)  # what the embedding answers is no matter of the gates
     modes = [m.training for m in model.modules()]
     state = {name: t.clone() for name, t in model.state_dict().items()}
     found = deepmoe.check(model, IMAGES)
@@ -123,10 +124,11 @@ def test_the_sparse_engine_is_tried_at_the_densities_that_are_told(classes, monk
     ("make", "words"),
     [
         (lambda: deepmoe.create_model("resnet20", gates=None), "gated"),
+        (lambda: deepmoe.create_model("resnet20", gates=None, exits=True), "gated"),
         (Three, "gate"),
         (lambda: deepmoe.sparsify(deepmoe.gate(Three(), IMAGES)), "sparse"),
     ],
-    ids=["dense", "not gated", "sparse"],
+    ids=["dense", "exits alone", "not gated", "sparse"],
 )
 def test_what_can_not_be_checked_is_refused(make, words: str) -> None:
     with pytest.raises(UserError, match=words) as raised:

@@ -115,6 +115,12 @@ def test_training_can_be_resumed_and_overwritten(checkpoint, tmp_path) -> None:
         (["macs", "vgg16", "--wide", "0"], ["out of range"]),
         (["macs", "vgg16", "--classes", "0"], ["classes"]),
         (["eval", "missing.safetensors"], ["no checkpoint at missing.safetensors"]),
+        (["exits", "missing.safetensors", "--loss", "1", "--out", "x"], ["no checkpoint at"]),
+        (["exits", "missing.safetensors", "--loss", "1"], ["--out"]),
+        (["exits", "missing.safetensors", "--out", "x"], ["give one of loss and macs"]),
+        (["teach", "missing.safetensors", "--out", "x"], ["no checkpoint at missing"]),
+        (["teach", "--out", "x"], ["CHECKPOINTS"]),
+        (["train", "quickstart", "--set", "train.prune=0.5"], ["train.start"]),
         (["predict", "missing.safetensors", "x.png"], ["no checkpoint at"]),
         (["macs", "vgg16", "--wide", "inf"], ["out of range"]),
         (["macs", "vgg16", "--wide", "1e30"], ["out of range"]),
@@ -199,14 +205,15 @@ def test_one_bad_image_does_not_keep_others_from_an_answer(checkpoint, tmp_path)
     assert "cannot read image" in third["error"]
 
 
-@pytest.mark.parametrize("verb", ["eval", "predict", "curve", "cut"])
+@pytest.mark.parametrize("verb", ["eval", "predict", "curve", "cut", "exits"])
 def test_weights_that_are_not_finite_are_refused(verb, checkpoint, tmp_path) -> None:
     broken, image = tmp_path / "broken.safetensors", tmp_path / "image.png"
     loaded = load_checkpoint(checkpoint)
     loaded.model.network.fc.weight.data[0] = float("nan")
     save_checkpoint(broken, loaded.model, loaded.config, loaded.info, loaded.state)
     Image.new("L", (8, 8), 200).save(image)
-    extra = {"predict": [image], "cut": ["--macs", "0.5", "--out", tmp_path / "cut"]}
+    smaller = ["--macs", "0.5", "--out", tmp_path / "smaller"]
+    extra = {"predict": [image], "cut": smaller, "exits": smaller}
     assert_refused(deepmoe(verb, broken, *extra.get(verb, [])), "fc.weight", "not finite")
 
 

@@ -26,14 +26,22 @@ def test_a_full_configuration_survives_being_printed(tmp_path) -> None:
     config = config_from_dict(
         {
             "model": {"widths": [1, 2], "gate_last": True, "block": "bottleneck-b", "gates": "all"},
-            "embedding": {"form": "latent", "widths": [3]},
-            "loss": {"sparsity": [[0, 0], [5, 1e-3]]},
+            "embedding": {"form": "latent", "widths": [3], "shrink": 2},
+            "loss": {
+                "sparsity": [[0, 0], [5, 1e-3]],
+                "distillation": 0.5,
+                "embedding_distillation": 0.9,
+            },
+            "train": {"start": "a", "prune": 0.5, "prune_by": "strength", "teacher": "b"},
         }
     )
     assert config.loss.sparsity == ((0.0, 0.0), (5.0, 0.001))
     assert config.model.widths == (1, 2)
-    (tmp_path / "printed.toml").write_text(config_to_toml(config))
-    assert load_config(tmp_path / "printed.toml") == config
+    looks = {"form": "network", "prune": 0.1, "kept": [2, 1]}
+    begun = {"embedding": looks, "model": {"kept": [3, 1]}, "train": {"start": "a", "prune": 0.2}}
+    for whole in (config, config_from_dict(begun)):
+        (tmp_path / "printed.toml").write_text(config_to_toml(whole))
+        assert load_config(tmp_path / "printed.toml") == whole
 
 
 def test_extends_reaches_one_level(tmp_path) -> None:
@@ -93,6 +101,25 @@ def test_overrides_are_read_as_toml_and_else_as_text() -> None:
         (["embedding.temperature=[1, 2]"], "embedding.temperature = .* is gone"),
         (["train.budget_by_cost=true"], "train.budget_by_cost = True is gone"),
         (["train.random_threshold=1"], "train.random_threshold = 1 is gone: .*deepmoe cut"),
+        (["train.prune=0.5"], "train.prune removes channels of what train.start names"),
+        (["train.prune=0", "train.start=x"], "train.prune must lie from 1e-12 to 1"),
+        (["train.prune=1.5", "train.start=x"], "train.prune must lie from"),
+        (["train.prune_tilt=1.5"], "train.prune_tilt must lie from 0 to 1"),
+        (["train.prune_by=mood"], "train.prune_by: expected one of taylor, strength"),
+        (
+            ["train.prune=0.5", "train.start=x", "train.epochs=0"],
+            "gates to be learnt anew: that needs train.epochs",
+        ),
+        (["model.kept=[1, a]"], "model.kept"),
+        (["embedding.form=network"], "what is left of a trained network: set train.start, and"),
+        (["embedding.form=network", "embedding.prune=0.1"], "set train.start, and embedding.prune"),
+        (["embedding.form=network", "train.start=x"], "set train.start, and embedding.prune"),
+        (["embedding.prune=0.1", "train.start=x"], 'embedding.prune is for embedding.form = "net'),
+        (["embedding.kept=[3]"], "embedding.prune is for embedding.form"),
+        (["embedding.prune=2", "train.start=x"], "embedding.prune must lie from"),
+        (["embedding.shrink=0"], "embedding.shrink must lie from 1"),
+        (["loss.embedding_distillation=0.5"], "embedding_distillation needs a train.teacher"),
+        (["loss.embedding_distillation=1.5"], "loss.embedding_distillation must lie from 0 to 1"),
         (["schema=3"], "schema 3, of a later deepmoe; this one reads up to 2"),
         (["schema=0"], "schema is the version"),
         (["schema=true"], "schema is the version"),
@@ -135,6 +162,7 @@ def test_schedules_are_joined_by_lines() -> None:
 def test_the_dense_twin_differs_in_its_gates_alone() -> None:
     config = RunConfig(model=ModelConfig(name="vgg16"), loss=LossConfig(sparsity=1.0))
     assert config.dense.model.gates == "none"
+    assert not apply_overrides(config, ["model.exits=true"]).dense.model.exits
     assert apply_overrides(config.dense, ["model.gates=inner"]) == config
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepmoe.deploy import CodedNetwork, static_network
+from deepmoe.config import EmbeddingConfig
+from deepmoe.deploy import CodedNetwork, ExitingNetwork, static_network
 from deepmoe.errors import UserError
 from deepmoe.layers import RouteCodebook
-from deepmoe.model import DeepMoE, gate
+from deepmoe.model import DeepMoE, confidence, gate
 from deepmoe.registry import create_model
 
 
@@ -21,6 +22,38 @@ def model_with_codes(codes: int) -> tuple[DeepMoE, Tensor]:
     with torch.no_grad():
         routes = torch.cat(model.heads(model.embedding(images)[0]), dim=1)
     model.codebook = RouteCodebook(routes, torch.ones(routes.shape[1]), model.gating.widths)
+    return model, images
+
+
+def three_convolutions() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.SiLU(),
+        nn.Conv2d(8, 16, 3, padding=1, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 8, 1),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 3),
+    )
+
+
+@torch.no_grad()
+def model_with_exits(codes: int | None = None) -> tuple[DeepMoE, Tensor]:
+    """A model whose embedding answers about half of some images, with codes or without gates."""
+    torch.manual_seed(0)
+    images = torch.randn(6, 3, 16, 16)
+    look = EmbeddingConfig(form="latent", dim=4, widths=(4, 8))
+    model = gate(three_convolutions(), images, embedding=look).eval()
+    nn.init.normal_(model.embedding.project.weight, std=10.0)  # so that images differ
+    nn.init.normal_(model.heads.weight)
+    if codes is None:
+        model = DeepMoE(model.embedding, None, model.network, model.gating).eval()
+    else:
+        routes = torch.cat(model.heads(model.embedding(images[:codes])[0]), dim=1)
+        model.codebook = RouteCodebook(routes, torch.ones(routes.shape[1]), model.gating.widths)
+    model.exit_at = confidence(model(images).embedding_logits).median() + 1e-4
+    assert 0 < model(images).exited.sum() < len(images)
     return model, images
 
 
@@ -75,6 +108,35 @@ def test_a_coded_network_survives_export_and_a_file() -> None:
         assert error(loaded(x), model(x).logits) <= 1e-5
 
 
+@pytest.mark.parametrize("codes", [None, 2])
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+def test_exits_survive_export_to_both_forms(codes: int | None, tmp_path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    runtime.set_default_logger_severity(3)
+    model, images = model_with_exits(codes)
+    network, expected = ExitingNetwork(model), model(images).logits
+    exported = torch.export.export(network, (images[:1],))
+    torch.onnx.export(exported, (), tmp_path / "exits.onnx", dynamo=True, verbose=False)
+    session = runtime.InferenceSession(tmp_path / "exits.onnx")
+
+    def by_onnx(x: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+    for run in (network, exported.module(), by_onnx):
+        found = torch.cat([run(x) for x in images.split(1)])
+        assert error(found, expected) <= 1e-5
+    # What a sure embedding saves is saved: convolutions stand in the other branch alone.
+    top = exported.graph_module
+    assert convolutions(top) == len(model.embedding.convs)
+    assert convolutions(top.true_graph_0) == 0
+
+
+def convolutions(module: torch.fx.GraphModule) -> int:
+    return sum("conv2d" in str(node.target) for node in module.graph.nodes)
+
+
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_runtime_gives_what_the_model_gives(tmp_path) -> None:
@@ -101,16 +163,7 @@ def test_onnx_runtime_gives_what_the_model_gives(tmp_path) -> None:
 
 def test_a_network_of_ones_own_is_handed_over(tmp_path) -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.SiLU(),
-        nn.Conv2d(8, 16, 3, padding=1, stride=2),
-        nn.ReLU(),
-        nn.Conv2d(16, 8, 1),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 3),
-    )
+    network = three_convolutions()
     x = torch.randn(2, 3, 16, 16)
     model = gate(network, x).eval()
     route = torch.rand(sum(model.gating.widths)).sub(0.5).relu()
@@ -126,6 +179,11 @@ def test_mistakes_are_named() -> None:
     model = create_model("resnet20", classes=10)
     with pytest.raises(UserError, match="no codebook"):
         CodedNetwork(model)
+    with pytest.raises(UserError, match="takes a model with exits"):
+        ExitingNetwork(model)
+    model.exit_at = torch.tensor(0.9)
+    with pytest.raises(UserError, match=r"train it with train\.codes"):
+        ExitingNetwork(model)
     with pytest.raises(UserError, match="gates side by side"):
         static_network(model, torch.ones(3))
     with pytest.raises(UserError, match="one image at a time"):

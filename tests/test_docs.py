@@ -24,7 +24,7 @@ from deepmoe.results import write_result
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
-from update_docs import COSTS, DOCUMENTS, PARTS, costs_as_svg, filled  # noqa: E402
+from update_docs import DOCUMENTS, PARTS, PLOTS, as_svg, filled  # noqa: E402
 
 each_document = pytest.mark.parametrize(
     "document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT))
@@ -41,9 +41,11 @@ def test_generated_tables_are_up_to_date() -> None:
     )
 
 
-def test_the_plot_is_up_to_date() -> None:
+@pytest.mark.parametrize("path", PLOTS, ids=lambda path: path.name)
+def test_plots_are_up_to_date(path: Path) -> None:
     described = re.compile("<dc:description>(.+)</dc:description>")
-    committed, now = (described.search(svg)[1] for svg in (COSTS.read_text(), costs_as_svg()))
+    svgs = path.read_text(), as_svg(PLOTS[path]())
+    committed, now = (described.search(svg)[1] for svg in svgs)
     assert "%" in now and committed == now, "run `make docs`"
 
 

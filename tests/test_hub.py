@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 import deepmoe
+from deepmoe.costs import count_costs, dense_macs
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
+from deepmoe.graph import prunable
 from deepmoe.layers import RouteCodebook
-from deepmoe.model import DeepMoE
+from deepmoe.model import DeepMoE, confidence
 
 pytest.importorskip("huggingface_hub")
 X = torch.randn(3, 3, 32, 32)
@@ -22,6 +24,17 @@ def small(classes: int = 10) -> DeepMoE:
     torch.manual_seed(0)
     model = deepmoe.create_model("resnet20", classes=classes, widths=[8] * 9).eval()
     nn.init.normal_(model.heads.weight)
+    return model
+
+
+@torch.no_grad()
+def pruned_with_exits() -> DeepMoE:
+    """An embedding that answers some of X, and a network with half of its channels."""
+    network = deepmoe.create_model("resnet20", classes=10, gates=None)
+    kept = [max(1, width // 2) for width in prunable(network.gating.graph).widths]
+    model = deepmoe.create_model("resnet20", classes=10, gates=None, exits=True, kept=kept).eval()
+    model.exit_at = confidence(model(X).embedding_logits).median()
+    assert dense_macs(model, 32) > 1.9 * count_costs(model, 32).macs
     return model
 
 
@@ -37,7 +50,7 @@ def own_network() -> nn.Module:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["heads", "codebook", "dense", "double"])
+@pytest.mark.parametrize("kind", ["heads", "codebook", "dense", "double", "exits", "pruned"])
 def test_a_folder_gives_back_the_same_model(kind: str, tmp_path) -> None:
     model, x = small(), X
     if kind == "codebook":
@@ -48,10 +61,17 @@ def test_a_folder_gives_back_the_same_model(kind: str, tmp_path) -> None:
         model = deepmoe.create_model("resnet20", classes=10, gates=None).eval()
     elif kind == "double":
         model, x = model.double(), X.double()
+    elif kind == "exits":
+        model.exit_at = confidence(model(x).embedding_logits).median()
+    elif kind == "pruned":  # and without heads
+        model = pruned_with_exits()
     model.save_pretrained(tmp_path / "model")
     loaded = DeepMoE.from_pretrained(tmp_path / "model")
     assert torch.equal(loaded(x).logits, model(x).logits)
     assert not loaded.training
+    expected, found = model(x).exited, loaded(x).exited
+    assert found is None if expected is None else torch.equal(found, expected)
+    assert dense_macs(loaded, 32) == dense_macs(model, 32)
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert names == {"config.json", "model.safetensors", "README.md"}
 
@@ -63,6 +83,12 @@ def test_the_files_are_for_people_and_for_every_verb(tmp_path) -> None:
     assert told["classes"] == ["cat", "dog"] and told["image_size"] == [48, 48]
     assert told["model"]["name"] == "resnet20" and told["image_std"] == [0.4, 0.5, 0.6]
     assert deepmoe.load_checkpoint(tmp_path / "model.safetensors").info == info
+    assert "exit_at" not in told
+    model = pruned_with_exits()
+    model.exit_at = torch.tensor(0.9)
+    model.save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "config.json").read_text())
+    assert told["exit_at"] == 0.9 and told["model"]["kept"] == list(model.source.kept)
 
 
 @torch.no_grad()

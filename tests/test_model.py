@@ -40,10 +40,11 @@ def assert_outputs_close(one: DeepMoEOutput, other: DeepMoEOutput, **tolerance: 
     torch.testing.assert_close(one.gates, other.gates, **tolerance)
 
 
-def test_embedding_and_heads_go_together() -> None:
+def test_heads_and_exits_need_an_embedding() -> None:
     model = make("classes")
-    with pytest.raises(ValueError, match="go together"):
-        DeepMoE(model.embedding, None, model.network, model.gating)
+    for heads, exit_at in ((model.heads, None), (None, torch.tensor(0.5))):
+        with pytest.raises(ValueError, match="need an embedding"):
+            DeepMoE(None, heads, model.network, model.gating, exit_at=exit_at)
 
 
 def test_the_forward_pass_leaves_nothing_behind() -> None:

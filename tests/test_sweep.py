@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from test_exclusive import HOLD
 
 from deepmoe.checkpoint import CheckpointStore, TrainState, load_checkpoint, save_checkpoint
@@ -19,7 +20,7 @@ from deepmoe.cli import main
 from deepmoe.config import apply_overrides
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive
-from deepmoe.sweep import Grid, Run, grid_name, read_grid, read_results, summary, sweep
+from deepmoe.sweep import Grid, Run, grid_name, read_grid, read_results, runner, summary, sweep
 from deepmoe.sweep.grid import with_checkpoints
 
 TINY = """
@@ -157,6 +158,70 @@ seeds = [3, 4]
         read_grid(write(tmp_path, text.replace("runs:dense", "runs:nobody")))
 
 
+TAUGHT = """
+preset = "quickstart"
+seeds = [0, 1]
+views = 7
+[runs.dense]
+seeds = [3, 4]
+[runs.other]
+[runs.student]
+"train.teacher" = "lessons:dense"
+"loss.distillation" = 0.5
+[runs.after]
+"train.start" = "run:student"
+[runs.alone]
+"""
+
+
+def test_lessons_are_of_a_run_of_all_its_seeds(tmp_path: Path) -> None:
+    grid = read_grid(write(tmp_path, TAUGHT))
+    assert grid.views == 7
+    assert read_grid(write(tmp_path, TAUGHT.replace("views = 7", ""))).views == 30
+    student = next(run for run in grid.runs if run.name == "student-seed1")
+    assert student.lessons == student.needs == ["dense-seed3", "dense-seed4"]
+    assert student.config.train.teacher == "lessons:dense-seed3,dense-seed4"
+    # With a start and in a grid: of the same combination.
+    started = TAUGHT.replace("[runs.student]", "[runs.student]\n'train.start' = 'run:other'")
+    both = read_grid(write(tmp_path, started + "[grid]\n'train.lr' = [0.1]\n"))
+    student = next(run for run in both.runs if run.name == "student-lr=0.1-seed1")
+    taught = ["dense-lr=0.1-seed3", "dense-lr=0.1-seed4"]
+    assert student.needs == ["other-lr=0.1-seed1", *taught] and student.lessons == taught
+    with pytest.raises(UserError, match="student-seed0 needs nobody-seed0"):
+        read_grid(write(tmp_path, TAUGHT.replace("lessons:dense", "lessons:nobody")))
+
+
+def test_some_of_the_runs_come_with_what_they_need(tmp_path: Path, monkeypatch) -> None:
+    path = write(tmp_path, TAUGHT)
+    grid = read_grid(path)
+    teachers = ["dense-seed3", "dense-seed4"]
+
+    def names(*patterns: str) -> list[str]:
+        return [run.name for run in grid.only(patterns).runs]
+
+    assert names("alone") == ["alone-seed0", "alone-seed1"]
+    assert names("after-seed1") == [*teachers, "student-seed1", "after-seed1"]
+    assert names("a*-seed0") == [*teachers, "student-seed0", "after-seed0", "alone-seed0"]
+    assert names("other", "dense-seed4") == ["dense-seed4", "other-seed0", "other-seed1"]
+    assert names("*") == [run.name for run in grid.runs]
+    assert (grid.only(["alone"]).jobs, grid.only(["alone"]).views) == (1, 7)
+    for wrong in ("nobody", "student-seed7", ""):
+        with pytest.raises(UserError, match=f"no run is named '{wrong}'"):
+            grid.only(["alone", wrong])
+
+    swept = []
+
+    def note(grid: Grid, *_, **__) -> bool:
+        swept.append([run.name for run in grid.runs])
+        return True
+
+    monkeypatch.setattr("deepmoe.sweep.sweep", note)
+    done = CliRunner().invoke(main, ["sweep", str(path), "--only", "alone-seed1,dense-seed3"])
+    assert done.exit_code == 0 and swept == [["dense-seed3", "alone-seed1"]]
+    done = CliRunner().invoke(main, ["sweep", str(path), "--only", "alone,nobody"])
+    assert done.exit_code == 2 and "no run is named 'nobody'" in done.output and len(swept) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -172,6 +237,11 @@ seeds = [3, 4]
             "preset = 'quickstart'\n[runs.a]\n[runs.b]\n'train.start' = 'runs:a'\n",
             "for teachers",
         ),
+        (
+            "preset = 'quickstart'\n[runs.a]\n[runs.b]\n'train.start' = 'lessons:a'\n",
+            "lessons: is for teachers",
+        ),
+        ("preset = 'quickstart'\nviews = 0", "one view"),
         ("preset = ", "TOML"),
         ("preset = 'quickstart'\nseeds = [0, 0]", "two runs"),
         ("preset = 'quickstart'\n[grid]\n'train.lr' = []", "one value"),
@@ -196,12 +266,18 @@ class InThisProcess:
     """Stands for a process that trains, without the seconds that one takes to start."""
 
     def __init__(self, command: list[str], *, stdout, **_) -> None:
-        result = CliRunner().invoke(main, command[command.index("train") :])
+        result = CliRunner().invoke(main, command[command.index("deepmoe") + 1 :])
         stdout.write(result.output.encode())
         self.returncode = result.exit_code
 
     def poll(self) -> int:
         return self.returncode
+
+    def terminate(self) -> None:
+        """It has ended."""
+
+    def wait(self) -> None:
+        """It has ended."""
 
 
 @pytest.fixture(scope="module")
@@ -336,6 +412,99 @@ def test_results_of_runs_that_the_grid_does_not_have_are_left_alone(
     before = path.read_text()
     assert sweep(Grid(grid.runs[1:2], 1), folder / "runs", path, command="test")
     assert path.read_text().startswith(before) and len(lines_of(path)) == 2
+
+
+@pytest.fixture
+def commands(monkeypatch) -> list[list[str]]:
+    """What a sweep starts, in this process: verbs and their arguments."""
+    started = []
+
+    class Noted(InThisProcess):
+        def __init__(self, command: list[str], **options) -> None:
+            started.append(command[command.index("deepmoe") + 1 :])
+            super().__init__(command, **options)
+
+    fake = SimpleNamespace(Popen=Noted, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr("deepmoe.sweep.runner.subprocess", fake)
+    monkeypatch.setattr("deepmoe.sweep.runner.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("deepmoe.pruning.JUDGED_IMAGES", 64)
+    return started
+
+
+def told(commands: list[list[str]]) -> list[str]:
+    """What was started since the last look, by the name of its folder or file."""
+    found = [Path(command[command.index("--out") + 1]).name for command in commands]
+    commands.clear()
+    return found
+
+
+def test_lessons_are_written_once_and_students_wait_for_them(
+    tmp_path: Path, commands: list[list[str]]
+) -> None:
+    learning = '"train.teacher" = "lessons:dense"\n"loss.distillation" = 0.5\n'
+    text = TINY.replace("[0, 1]", "[0]").replace("jobs = 2", "jobs = 2\nviews = 2") + (
+        f'[runs.student]\n{learning}[runs.dense]\nseeds = [0, 1]\n"model.gates" = "none"\n'
+        '[runs.small]\n"model.gates" = "none"\n"train.start" = "run:dense"\n"train.prune" = 0.9\n'
+    )
+    more = f'[runs.later]\n{learning}[runs.like_small]\n"train.teacher" = "run:small"\n' + (
+        '"loss.distillation" = 0.5\n'
+    )
+    runs, results = tmp_path / "runs", tmp_path / "runs.jsonl"
+    lessons = runs / "lessons-dense.safetensors"
+
+    def swept(grid_text: str, out: Path = runs) -> list[str]:
+        assert sweep(read_grid(write(tmp_path, grid_text)), out, results, command="test")
+        return told(commands)
+
+    started = swept(text)
+    assert sorted(started[:2]) == ["dense-seed0", "dense-seed1"]
+    assert sorted(started[2:]) == sorted(["small-seed0", lessons.name, "student-seed0"])
+    assert started.index(lessons.name) < started.index("student-seed0")
+    student = load_checkpoint(runs / "student-seed0" / "last.safetensors").config
+    assert student.train.teacher == str(lessons)
+    assert load_file(lessons)["outputs"].shape == (2, 1437, 10)  # views, images, classes
+    values = lines_of(results)["student-seed0"]["values"]
+    assert values["last"]["distillation_loss"] > 0
+    assert "lessons:dense-seed0,dense-seed1" in values["config"]
+
+    # They are there for others, and so is a pruned network that is trained already.
+    assert swept(text + more) == ["later-seed0", "like_small-seed0"]
+
+    # A student that was stopped goes on elsewhere, but not with lessons of other networks.
+    moved = runs.rename(tmp_path / "moved")
+    kept = [line for name, line in lines_of(results).items() if name != "later-seed0"]
+    write_lines(results, *kept)
+    assert swept(text + more, moved) == ["later-seed0"]
+    write_lines(results, *kept)
+    newer = (moved / lessons.name).stat().st_mtime + 10
+    os.utime(moved / "dense-seed1" / "last.safetensors", (newer, newer))
+    assert swept(text + more, moved) == [lessons.name, "later-seed0"]
+
+
+def test_lessons_that_can_not_be_written_stop_no_other_run(
+    tmp_path: Path, commands: list[list[str]], monkeypatch, capsys
+) -> None:
+    def learning(group: str) -> str:
+        return f'"train.teacher" = "lessons:{group}"\n"loss.distillation" = 0.5\n'
+
+    text = TINY.replace("[0, 1]", "[0]") + (
+        f"[runs.bad_student]\n{learning('bad')}[runs.good_student]\n{learning('good')}"
+        '[runs.bad]\n"model.gates" = "none"\n[runs.good]\n"model.gates" = "none"\n'
+    )
+    teach = runner._teach
+
+    def teach_one(run: Run, out: Path, lessons: Path, views: int):
+        return teach(run, out, lessons, 0 if "bad" in run.name else 1)
+
+    monkeypatch.setattr(runner, "_teach", teach_one)
+    grid, results = read_grid(write(tmp_path, text)), tmp_path / "runs.jsonl"
+    assert not sweep(grid, tmp_path / "runs", results, command="test")
+    assert sorted(lines_of(results)) == ["bad-seed0", "good-seed0", "good_student-seed0"]
+    assert told(commands).count("lessons-bad.safetensors") == 1
+    lines = capsys.readouterr().err.splitlines()
+    (failed,) = [line for line in lines if "lessons-bad.safetensors: failed" in line]
+    assert "lessons-bad.log: Error: an image is looked at in 1 to 10,000 views, not 0" in failed
+    assert lines[-1] == "bad_student-seed0: needs a run that failed"
 
 
 def test_runs_that_a_killed_sweep_left_training_are_named(

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import deepmoe
 from deepmoe.costs import count_macs
 from deepmoe.errors import UserError
+from deepmoe.graph import prunable
 from deepmoe.layers import RouteCodebook
-from deepmoe.model import DeepMoE
+from deepmoe.model import DeepMoE, confidence
 
 
 class Block(nn.Module):
@@ -164,6 +165,21 @@ def test_a_dense_twin_is_widened_where_gates_could_be() -> None:
     assert count_macs(wide, 32) > 1.9 * count_macs(dense, 32)
 
 
+@pytest.mark.parametrize("gates", [None, "inner"])
+def test_exits_stay_as_they_are(gates: str | None) -> None:
+    narrow = deepmoe.create_model("resnet20", classes=5, gates=gates, exits=True).eval()
+    x = torch.randn(8, 3, 32, 32)
+    with torch.no_grad():
+        narrow.exit_at = confidence(narrow(x).embedding_logits).median()
+        wide = deepmoe.widen(narrow, 2)
+        expected, found = narrow(x), wide(x)
+    assert 0 < expected.exited.sum() < len(x)
+    assert torch.equal(found.exited, expected.exited)
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-4)
+    wide.exit_at.zero_()
+    assert narrow.exit_at > 0  # of its own, as all else
+
+
 def test_a_wide_model_can_be_widened_again() -> None:
     narrow = model("branches")
     wide = deepmoe.widen(deepmoe.widen(narrow, 1.5), 2)
@@ -179,6 +195,12 @@ def coded() -> DeepMoE:
     )
 
 
+def pruned() -> DeepMoE:
+    whole = deepmoe.create_model("vgg11", gates=None)
+    kept = prunable(whole.gating.graph).widths
+    return deepmoe.create_model("vgg11", gates=None, kept=kept)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
@@ -189,8 +211,9 @@ def coded() -> DeepMoE:
         (Block, {"factor": 2}, "gate\\(network, images\\)"),
         (coded, {"factor": 2}, "codebook"),
         (lambda: deepmoe.sparsify(model("block")), {"factor": 2}, "sparse"),
+        (pruned, {"factor": 2}, "then prune it"),
     ],
-    ids=["smaller", "huge", "nan", "noise", "not gated", "codebook", "sparse"],
+    ids=["smaller", "huge", "nan", "noise", "not gated", "codebook", "sparse", "pruned"],
 )
 def test_what_can_not_be_widened_is_refused(make, options, words: str) -> None:
     with pytest.raises(UserError, match=words) as raised:

@@ -47,8 +47,9 @@ def bench_sparse(
         many do not (in half precision, rounding decides ties); peak memory. The dense networks
         run in their best memory format, with `torch.compile` or without, whatever is fastest.
         `_packed_ms` are the same networks by the engine's own fused calls, for a comparison of
-        channels alone; `masked_ms` is the gated model itself, as it runs without the engine.
-        And the plan that the engine has come to.
+        channels alone; `masked_ms` is the model itself, as it runs without the engine. Images that
+        exit do so in the model and the engine only; a model without gates is not sliced. And the
+        plan that the engine has come to.
     """
     # PyTorch limits how often one function is compiled, but here that is all it does.
     with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=1000):
@@ -68,6 +69,7 @@ def bench_sparse(
         "batch": len(images),
         "input": list(images.shape[2:]),
         "density": runs.density,
+        "exited": runs.exited,
         "codes": None if subject.coded is None else len(_codebook(subject.coded).codes),
         "device": str(images.device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -88,18 +90,23 @@ class _Contenders:
         self.ways: dict[str, str] = {}
         self.calls: dict[str, Call] = {}
         model = subject.dynamic
-        gates, _ = model.route(subject.images)
-        assert gates is not None
-        self.density = sum((g > 0).float().mean().item() for g in gates) / len(gates)
-        self.routes = len(parts_by_route(gates))
+        gates, logits = model.route(subject.images)
+        self.density, self.routes = 1.0, 1
+        if gates is not None:
+            self.density = sum((g > 0).float().mean().item() for g in gates) / len(gates)
+            self.routes = len(parts_by_route(gates))
+        self.exited = None
+        if model.exit_at is not None and logits is not None:
+            self.exited = model.exits(logits).float().mean().item()
         wide, base = (
             translate(copy.deepcopy(m.network).eval(), m.gating, dtype)
             for m in (model, subject.base)
         )
         self._add_dense("dense_wide", wide, whole_network(wide), compile_dense)
         self._add_dense("dense_base", base, whole_network(base), compile_dense)
-        sliced = parts_of_route(wide, [g[0] for g in gates])
-        self._add_dense("presliced", wide, sliced, compile_dense)
+        if gates is not None:
+            sliced = parts_of_route(wide, [g[0] for g in gates])
+            self._add_dense("presliced", wide, sliced, compile_dense)
         self.calls["masked"] = lambda: self._reference(model).logits
         self.dynamic = sparsify(model, dtype=dtype)
         self._add_sparse("dynamic", self.dynamic)
@@ -119,10 +126,7 @@ class _Contenders:
         for model, sparse in pairs:
             if model is not None and sparse is not None:
                 expected, ours = self._reference(model), sparse(self.subject.images)
-                assert expected.gates is not None and ours.gates is not None
-                theirs_BC, ours_BC = torch.cat(expected.gates, dim=1), torch.cat(ours.gates, dim=1)
-                apart_B = (theirs_BC - ours_BC).abs().amax(dim=1)
-                alike = apart_B <= SAME_GATE * theirs_BC.max().clamp_min(1e-6)
+                alike = _go_alike(expected, ours)
                 logits = expected.logits.float()
                 difference = (ours.logits.float() - logits)[alike].abs()
                 largest = difference.max() if alike.any() else difference.new_zeros(())
@@ -160,7 +164,8 @@ class _Contenders:
         images = self.subject.images
         for number in range(PLANNING_RUNS):
             sparse(images)
-            if sparse.planner.chosen and number >= CAPTURING_RUNS:
+            decided = sparse.planner.chosen or sparse.heads is None
+            if decided and number >= CAPTURING_RUNS:
                 break
         self.ways[name] = ", ".join(sorted(set(sparse.planner.chosen.values()))) or "dense"
         self.calls[name] = lambda: sparse(images).logits
@@ -194,6 +199,19 @@ class PlainExecutor(FixedExecutor):
 
     def max_pool(self, x_BCHW: Tensor, size: int, stride: int, padding: int = 0) -> Tensor:
         return F.max_pool2d(x_BCHW, size, stride, padding)
+
+
+def _go_alike(expected: DeepMoEOutput, ours: DeepMoEOutput) -> Tensor:
+    """Which images take the same route in both, or exit in both."""
+    alike_B = torch.ones(len(ours.logits), dtype=torch.bool, device=ours.logits.device)
+    if expected.gates is not None and ours.gates is not None:
+        theirs_BC, ours_BC = torch.cat(expected.gates, dim=1), torch.cat(ours.gates, dim=1)
+        apart_B = (theirs_BC - ours_BC).abs().amax(dim=1)
+        alike_B = apart_B <= SAME_GATE * theirs_BC.max().clamp_min(1e-6)
+    if expected.exited is not None and ours.exited is not None:
+        # The engine makes no gates for images that exit.
+        alike_B = (alike_B | ours.exited) & (expected.exited == ours.exited)
+    return alike_B
 
 
 def _fastest(ways: dict[str, Call], device: torch.device) -> str:

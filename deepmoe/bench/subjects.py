@@ -12,6 +12,7 @@ from deepmoe.config import EmbeddingConfig, RunConfig, apply_overrides
 from deepmoe.data import open_data
 from deepmoe.data.interface import Loader
 from deepmoe.errors import UserError
+from deepmoe.layers import ShallowEmbedding
 from deepmoe.model import DeepMoE, add_gates
 from deepmoe.random_routes import routes_as_codebook, set_routes
 from deepmoe.registry import create_model, list_models, model_from_config, usual_input
@@ -23,7 +24,7 @@ class Subject:
     """What is measured: networks and the images they are given.
 
     Args:
-        dynamic: gated, without a codebook.
+        dynamic: with gates, exits or both, without a codebook.
         coded: the same network with a codebook, if that mode is measured.
         base: the dense network at its own width.
         images: a batch of the model's input.
@@ -66,7 +67,7 @@ def untrained_subject(
     set_routes(model, size, density, seed=seed)
     coded = None
     if codes is not None:
-        assert model.embedding is not None
+        assert isinstance(model.embedding, ShallowEmbedding)
         widths = model.embedding.widths
         embedding = EmbeddingConfig(form="latent", dim=codes, widths=widths)
         coded = add_gates(model.network, model.gating, embedding, None, widths, model.source)
@@ -89,7 +90,7 @@ def trained_subject(
     data: tuple[str, ...] = (),
     network: str | None = None,
 ) -> Subject:
-    """A trained model with its own gates, on images of its evaluation data.
+    """A trained model with its own gates and exits, on images of its evaluation data.
 
     Args:
         checkpoint: its file.
@@ -101,8 +102,8 @@ def trained_subject(
     """
     loaded = load_checkpoint(checkpoint, network=network)
     config = apply_overrides(loaded.config, data)
-    if not loaded.model.gated:
-        raise UserError(f"{checkpoint} holds a dense network: it has no channels to skip")
+    if not loaded.model.gated and loaded.model.exit_at is None:
+        raise UserError(f"{checkpoint} holds a network without gates and exits: nothing to skip")
     opened = open_data(
         config.data, batch_size=batch, device=torch.device(device), info=loaded.info, calibrate=True
     )
@@ -118,12 +119,12 @@ def trained_subject(
 
 
 def _at_own_width(config: RunConfig, loaded: Checkpoint) -> DeepMoE:
-    """The dense network that was made wide, or such a network itself."""
+    """The dense network that was made wide or pruned, or such a network itself."""
     model = loaded.model
     if config.model.name not in list_models():
         source = replace(model.source, gates="none")
         return DeepMoE(None, None, model.network, model.gating, source=source)
-    own_width = replace(config.model, wide=1.0, widths=None)
+    own_width = replace(config.model, wide=1.0, widths=None, kept=None, exits=False)
     return model_from_config(replace(config, model=own_width).dense, loaded.info.classes)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from deepmoe.cli.checkpoints import open_checkpoint
 from deepmoe.cli.common import (
     as_typed,
     data_option,
@@ -107,9 +108,9 @@ def bench_sparse_verb(
 ) -> None:
     """Time MODEL, a name or a checkpoint: dense, sliced beforehand, dynamic and by codes.
 
-    A name gives an untrained network with random gates; a checkpoint its own gates, on images of
-    its own data or of what --set data... names. Several densities and batches, with commas, are
-    measured in every combination. A saved plan is for sparsify(model, plan=FILE).
+    A name gives an untrained network with random gates; a checkpoint its own gates and exits, on
+    images of its own data or of what --set data... names. Several densities and batches, with
+    commas, are measured in every combination. A saved plan is for sparsify(model, plan=FILE).
     """
     import torch
 
@@ -187,6 +188,89 @@ def bench_sparse_verb(
         _print_sparse(one)
 
 
+@bench.command("exits")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@data_option
+@network_option
+@click.option("--batch", default="1", show_default=True, help="Images at once; or several.")
+@click.option("--images", type=int, help="Stop after so many.  [default: all of the data]")
+@click.option("--threads", type=int, help="Of the CPU.  [default: as PyTorch chooses]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: the checkpoint's]")
+@json_option
+@save_option
+def bench_exits_verb(
+    checkpoint: Path,
+    overrides: tuple[str, ...],
+    network: str | None,
+    batch: str,
+    images: int | None,
+    threads: int | None,
+    device: str | None,
+    as_json: bool,
+    save: Path | None,
+) -> None:
+    """Time CHECKPOINT in the sparse engine with its exits and without, over its evaluation data.
+
+    Every batch is run both ways, one right after the other. Without exits, a model that has no
+    gates is its base network alone.
+    """
+    import torch
+
+    from deepmoe.bench.exits import bench_exits, threads_of_cpu
+
+    batches = parse_numbers("--batch", batch, int)
+    for name, numbers in (("batch", batches), ("images", [images]), ("threads", [threads])):
+        if any(number is not None and number < 1 for number in numbers):
+            raise UserError(f"--{name} must be at least 1")
+    where = () if device is None else (f"train.device={device}",)
+    opened = open_checkpoint(checkpoint, (*overrides, *where), network)
+    loaded, data = opened.checkpoint, opened.data
+    if loaded.model.exit_at is None:
+        raise UserError(f"{checkpoint} has no exits: deepmoe exits makes a checkpoint with some")
+    there = min(data.evaluation.images, images or data.evaluation.images)
+    if max(batches) > there:
+        raise UserError(f"there are {there} images: --batch can be {there} at the most")
+    dtype = torch.bfloat16 if opened.precision == "bf16-mixed" else None
+    with threads_of_cpu(threads):
+        values = [
+            bench_exits(loaded.model, data.evaluation, batch=b, dtype=dtype, images=images)
+            | {"evaluated_on": data.evaluation_name}
+            for b in batches
+        ]
+    if save is not None:
+        from deepmoe.results import write_result
+
+        command = _command(
+            f"deepmoe bench exits {checkpoint.name}",
+            batch=batch,
+            images=images,
+            threads=threads,
+            device=opened.device.type,
+        )
+        seed = loaded.config.train.seed
+        write_result(
+            save, values, command=command + as_typed(overrides), seed=seed, device=opened.device
+        )
+    if as_json:
+        say(json.dumps(values, indent=2))
+        return
+    _print_exits(values)
+
+
+def _print_exits(values: list[dict[str, Any]]) -> None:
+    header = ("batch", "images", "exit rate", "exits", "accuracy", "ms a batch", "time", "images/s")
+    rows = []
+    for one in values:
+        common = (one["batch"], f"{one['images']:,}", f"{one['exited']:.1%}")
+        for label, end, time in (("with", "", one["ratio"]), ("without", "_without", 1.0)):
+            figures = (f"{one[f'accuracy{end}']:.2%}", f"{one[f'ms{end}']:.3f}", f"{time:.1%}")
+            rows.append((*common, label, *figures, f"{one[f'images_per_second{end}']:,.0f}"))
+            common = ("", "", "")
+    print_table(header, rows)
+    first = values[0]
+    say(f"{first['evaluated_on']} images, {first['device']}, {first['dtype']}")
+
+
 def _command(verb: str, **options: Any) -> str:
     """A command as it would be typed; options that are `None` were not given."""
     given = {name: value for name, value in options.items() if value is not None}
@@ -206,6 +290,7 @@ def _print_sparse(values: dict[str, Any]) -> None:
         f"density {values['density']:.2f}, batch {values['batch']}, {routes}, "
         f"largest error {values['max_error']:.1e}"
         + (f", {values['rerouted']} images on another route" if values["rerouted"] else "")
+        + ("" if values["exited"] is None else f", {values['exited']:.1%} exited")
     )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from deepmoe.checkpoint import Checkpoint
     from deepmoe.data import DataSource
+    from deepmoe.evaluation.curve import By
 
 MOST_SHARE = 2.0  # embedding and gates may cost as much as a small network
 
@@ -52,7 +53,7 @@ def evaluate_checkpoint(
 
     from deepmoe.evaluation import evaluate_on
 
-    opened = _open(checkpoint, overrides, network)
+    opened = open_checkpoint(checkpoint, overrides, network)
     model, data = opened.checkpoint.model, opened.data
     if sparse:
         from deepmoe.sparse import sparsify
@@ -74,10 +75,16 @@ def evaluate_checkpoint(
 @data_option
 @network_option
 @click.option(
+    "--by",
+    type=click.Choice(["gates", "exits"]),
+    help="Close small gates, or let the embedding answer the images that it is sure of. "
+    "[default: exits where the model has some, or no gates that can be closed; else gates]",
+)
+@click.option(
     "--thresholds",
-    default="0,0.25,0.5,0.75,1,1.25,1.5",
-    show_default=True,
-    help="In units of each layer's mean open gate; smaller gates are closed.",
+    help="Of gates: in units of each layer's mean open gate; smaller ones are closed. Of exits: "
+    "how sure the embedding must be to answer; above 1, it never does. "
+    "[default: 0,0.25,0.5,0.75,1,1.25,1.5 and 1.01,0.95,0.9,0.8,0.7,0.6,0.5,0.4,0.3]",
 )
 @click.option(
     "--refit-norms", is_flag=True, help="Measure batch norms anew for each point, on training data."
@@ -89,35 +96,42 @@ def curve(
     checkpoint: Path,
     overrides: tuple[str, ...],
     network: str | None,
-    thresholds: str,
+    by: "By | None",
+    thresholds: str | None,
     refit_norms: bool,
     plot: Path | None,
     as_json: bool,
     save: Path | None,
 ) -> None:
-    """Accuracy against cost of one CHECKPOINT: closes its small gates, more and more of them."""
+    """Accuracy against cost of one CHECKPOINT.
+
+    Closes its small gates, more and more of them, or lets its embedding answer images, more and
+    more of them.
+    """
     from deepmoe.costs import format_macs
     from deepmoe.evaluation import cost_curve
     from deepmoe.files import write_atomically
     from deepmoe.results import write_result
 
-    levels = parse_numbers("--thresholds", thresholds, float)
-    if not all(level >= 0 for level in levels):  # nan is not, either
+    levels = None if thresholds is None else parse_numbers("--thresholds", thresholds, float)
+    if levels is not None and not all(level >= 0 for level in levels):  # nan is not, either
         raise UserError("--thresholds must not be negative")
     if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
         raise UserError(f"--plot takes a .png in a folder that is there, not {plot}")
-    opened = _open(checkpoint, overrides, network)
+    opened = open_checkpoint(checkpoint, overrides, network)
     loaded, data = opened.checkpoint, opened.data
     if data.info.task != "classification":
         raise UserError("curve takes models that classify images")
     with opened.autocast():
         refit = data.train if refit_norms else None
-        points = cost_curve(loaded.model, data.evaluation, levels, refit)
+        points = cost_curve(loaded.model, data.evaluation, levels, refit, by=by)
     values = [{"threshold": p.threshold, **p.result.as_dict()} for p in points]
     if save is not None:
         changes = as_typed(overrides)
-        refitted = " --refit-norms" * refit_norms
-        command = f"deepmoe curve {checkpoint.name} --thresholds {thresholds}{refitted}{changes}"
+        tried = thresholds or ",".join(f"{p.threshold:g}" for p in points)
+        way = f" --by {by}" if by else ""
+        options = f"{way} --thresholds {tried}{' --refit-norms' * refit_norms}"
+        command = f"deepmoe curve {checkpoint.name}{options}{changes}"
         seed = loaded.config.train.seed
         write_result(save, values, command=command, seed=seed, device=opened.device)
     if plot is not None:
@@ -130,10 +144,18 @@ def curve(
         say(json.dumps(values, indent=2))
         return
     rows = []
+    exits = any(p.result.exited is not None for p in points)
     for p in points:
         cost = format_macs(p.result.macs), f"{p.result.macs_share:.1%}"
-        rows.append((f"{p.threshold:g}", *cost, f"{p.result.accuracy:.2%}"))
-    print_table(("threshold", "MACs", "of dense", "accuracy"), rows)
+        answered = (f"{p.result.exited:.1%}",) if exits else ()
+        shown = "never" if exits and p.threshold > 1 else f"{p.threshold:g}"
+        rows.append((shown, *answered, *cost, f"{p.result.accuracy:.2%}"))
+    answered = ("exit rate",) if exits else ()
+    title = "exit from a confidence of" if exits else "threshold"
+    print_table((title, *answered, "MACs", "of dense", "accuracy"), rows)
+    say(f"{points[0].result.images:,} images ({data.evaluation_name})")
+    if exits:
+        say(f"to set one: deepmoe exits {checkpoint} --macs SHARE --out FILE")
 
 
 @click.command()
@@ -163,7 +185,7 @@ def cut(
         raise UserError(f"{out} is there already: choose another --out")
     if not 0 < share <= MOST_SHARE:
         raise UserError(f"--macs is a share of the dense MACs, such as 0.4, not {share:g}")
-    opened = _open(checkpoint, overrides, network)
+    opened = open_checkpoint(checkpoint, overrides, network)
     loaded, data = opened.checkpoint, opened.data
     if data.info.task != "classification":
         raise UserError("cut takes models that classify images")
@@ -212,18 +234,20 @@ def predict(
     if as_json:
         say(json.dumps([dataclasses.asdict(a) for a in answers], indent=2))
     elif predictions:
-        rows = [
-            (p.image, p.label, f"{p.probability:.1%}", format_macs(p.macs), f"{p.active:.1%}")
-            for p in predictions
-        ]
-        print_table(("image", "class", "probability", "MACs", "active channels"), rows)
+        exits = loaded.model.exit_at is not None
+        rows = []
+        for p in predictions:
+            said = (p.label, f"{p.probability:.1%}", *[p.answered_by] * exits)
+            rows.append((p.image, *said, format_macs(p.macs), f"{p.active:.1%}"))
+        header = ("image", "class", "probability", *["answered by"] * exits)
+        print_table((*header, "MACs", "active channels"), rows)
     for answer in unanswered[:-1]:
         complain(f"Error: {answer.error}")
     if unanswered:
         raise UserError(unanswered[-1].error)
 
 
-class _Opened(NamedTuple):
+class Opened(NamedTuple):
     """A checkpoint, its model on the device to use, and the data to evaluate it on."""
 
     checkpoint: "Checkpoint"
@@ -238,7 +262,8 @@ class _Opened(NamedTuple):
         return autocast(self.device, self.precision)
 
 
-def _open(checkpoint: Path, overrides: tuple[str, ...], network: str | None) -> _Opened:
+def open_checkpoint(checkpoint: Path, overrides: tuple[str, ...], network: str | None) -> Opened:
+    """Reads a checkpoint, and opens its data, or what overrides name instead."""
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.config import apply_overrides
     from deepmoe.data import open_data
@@ -261,4 +286,4 @@ def _open(checkpoint: Path, overrides: tuple[str, ...], network: str | None) -> 
     batch_size = config.train.batch_size
     data = open_data(config.data, batch_size=batch_size, device=device, info=loaded.info)
     loaded.model.to(device)
-    return _Opened(loaded, data, device, choose_precision(config.train.precision, device))
+    return Opened(loaded, data, device, choose_precision(config.train.precision, device))

@@ -79,6 +79,7 @@ def parse_size(text: str) -> tuple[int, int]:
 def print_evaluation(result: "Evaluation | SegmentationEvaluation", evaluated_on: str) -> None:
     """Prints how good a model is, on which images, and what it costs."""
     from deepmoe.costs import format_macs
+    from deepmoe.evaluation import Evaluation
 
     rows = [
         ("images", f"{result.images:,} ({evaluated_on})"),
@@ -86,4 +87,6 @@ def print_evaluation(result: "Evaluation | SegmentationEvaluation", evaluated_on
         ("mean MACs", f"{format_macs(result.macs)} ({result.macs_share:.1%} of dense)"),
         ("active channels", f"{result.active:.1%}"),
     ]
+    if isinstance(result, Evaluation) and result.exited is not None:
+        rows.append(("exit rate", f"{result.exited:.1%}"))
     print_table(("", ""), rows)

@@ -27,6 +27,7 @@ SHOWN = {  # key: title
     help="File of the figures. [runs.jsonl, beside GRID]",
 )
 @click.option("--jobs", type=click.IntRange(1), help="Runs side by side. [default: as GRID says]")
+@click.option("--only", help="Names of runs, with commas; * stands for anything. [default: all]")
 @set_option
 @json_option
 def sweep(
@@ -34,6 +35,7 @@ def sweep(
     out: Path | None,
     results: Path | None,
     jobs: int | None,
+    only: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -42,12 +44,15 @@ def sweep(
     NAME is that of the file, or of its folder if the file is called grid.toml.
 
     Runs that have a result already are left alone, and those that were interrupted go on from
-    their last checkpoint: call it again to finish a sweep. --set applies to all runs.
+    their last checkpoint: call it again to finish a sweep. --set applies to all runs. What --only
+    names comes with the runs that it needs.
     """
     from deepmoe.sweep import RESULTS_NAME, grid_name, read_grid, read_results, summary
     from deepmoe.sweep import sweep as run_sweep
 
     asked, name = read_grid(grid, overrides), grid_name(grid)
+    if only is not None:
+        asked = asked.only(only.split(","))
     results = results or grid.parent / RESULTS_NAME
     shown = grid.name if grid.stem == name else f"{name}/{grid.name}"
     command = f"deepmoe sweep {shown}{as_typed(overrides)}"

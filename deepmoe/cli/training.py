@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deepmoe.cli.common import as_typed, print_evaluation, set_option
+from deepmoe.cli.common import as_typed, data_option, print_evaluation, set_option
 from deepmoe.console import complain, print_table, say
 from deepmoe.errors import UserError
 
@@ -54,6 +54,35 @@ def train(
     )
     print_evaluation(result.evaluation, result.data.evaluation_name)
     say(f"checkpoint: {result.checkpoint}")
+    if config.model.exits and result.data.evaluation_name == "holdout":
+        say(f"next: deepmoe exits {result.checkpoint} --loss 0.5 --out FILE")
+
+
+@click.command()
+@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--views", default=30, show_default=True, help="Crops and mirrorings of each image.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The file that train.teacher takes.",
+)
+@data_option
+def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple[str, ...]) -> None:
+    """Cache what CHECKPOINTS, as teachers, say of all training images, for many runs to learn from.
+
+    They look at a few crops of each image, once. A run with train.teacher = OUT sees one of these
+    crops in each epoch, and learns from what the teachers said of it. For data in memory: CIFAR,
+    digits.
+    """
+    from deepmoe.training.lessons import teach_from
+
+    if out.exists():
+        raise UserError(f"{out} is there already: choose another --out")
+    lessons = teach_from(checkpoints, views, out, overrides)
+    say(f"{lessons.views} views of {lessons.images:,} images; teachers: {len(checkpoints)}")
+    taught = f"--set train.teacher={out} --set loss.distillation=0.9"
+    say(f"to learn from it: deepmoe train PRESET {taught}")
 
 
 @click.command()

@@ -8,9 +8,10 @@ import click
 
 from deepmoe.cli.bench import bench
 from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint, predict
+from deepmoe.cli.exits import exits
 from deepmoe.cli.models import config, describe, macs, models
 from deepmoe.cli.sweep import sweep
-from deepmoe.cli.training import quickstart, train
+from deepmoe.cli.training import quickstart, teach, train
 from deepmoe.console import complain, drop_output, say
 from deepmoe.errors import OutputClosed, UserError
 
@@ -59,13 +60,15 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="deepmoe")
 def main() -> None:
-    """Convolutional networks that decide per image which channels to run."""
+    """Convolutional networks that spend on each image only what it needs."""
 
 
 for verb in (
     train,
+    teach,
     evaluate_checkpoint,
     predict,
+    exits,
     curve,
     cut,
     sweep,

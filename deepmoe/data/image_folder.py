@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepmoe.config import DataConfig
-from deepmoe.data.augment import random_mirror
+from deepmoe.data.augment import look_at, random_views
 from deepmoe.data.color import random_jitter, random_lighting
 from deepmoe.data.decode import DEFAULT_SIZE, decode_box, evaluation_box, random_box
 from deepmoe.data.file_tree import FileTree
@@ -91,7 +91,7 @@ class ImageFolderReader:
     ) -> tuple[Tensor, Tensor]:
         """The rest, batched: random changes with `generator`, none without; normalisation."""
         if generator is not None:
-            images = random_mirror(images, generator) if self.config.mirror else images
+            images = look_at(images, random_views(len(images), 0, self.config.mirror, generator), 0)
             if self.config.color_jitter:
                 images = random_jitter(images, self.config.color_jitter, generator)
             if self.config.lighting:

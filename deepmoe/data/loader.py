@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepmoe.config import DataConfig
-from deepmoe.data.augment import random_crop, random_mirror
+from deepmoe.data.augment import Views, look_at, random_views
 from deepmoe.data.info import DataInfo
 from deepmoe.data.split import Split
 from deepmoe.errors import UserError
@@ -103,9 +103,79 @@ class BatchLoader:
             chosen = order[batch * self.batch_size : (batch + 1) * self.batch_size]
             images, labels = self.split.images[chosen], self.split.labels[chosen]
             if self.augment is not None:
-                images = random_crop(images, self.augment.crop_padding, generator)
-                images = random_mirror(images, generator) if self.augment.mirror else images
+                views = self._views(len(images), generator)
+                images = look_at(images, views, self.augment.crop_padding)
             yield self.info.normalise(images[part]), labels[part]
+
+    def _views(self, count: int, generator: torch.Generator) -> Views:
+        assert self.augment is not None
+        return random_views(count, self.augment.crop_padding, self.augment.mirror, generator)
+
+
+class ViewLoader(BatchLoader):
+    """Shows every image in one of a few views, the next one in each epoch; else as `BatchLoader`.
+
+    Views depend on a seed of their own, the order of images on the run's. So whatever was found out
+    about the views once can be used by any number of runs, also of a part of the images.
+
+    Args:
+        loader: of training images.
+        views: how many there are of an image.
+        seed: of the views.
+        numbers: of the loader's images among those that views are drawn for.
+        drawn: how many of those there are.
+    """
+
+    def __init__(
+        self, loader: BatchLoader, views: int, seed: int, numbers: Tensor, drawn: int
+    ) -> None:
+        super().__init__(
+            loader.split,
+            loader.info,
+            loader.batch_size,
+            augment=loader.augment,
+            seed=loader.seed,
+            device=loader.device,
+            shard=loader.shard,
+        )
+        self.views = views
+        self.view_seed = seed
+        self.numbers = numbers.to(self.device)
+        self.drawn = drawn
+
+    def view(self, number: int) -> Iterator[Tensor]:
+        """All images in their view of this number, in order, in batches."""
+        views = self._views_of(number)
+        for start in range(0, len(self.split), self.batch_size):
+            end = min(start + self.batch_size, len(self.split))
+            yield self._seen(torch.arange(start, end, device=self.device), views)
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """The batches of one training epoch, from batch `start` on."""
+        views = self._views_of(number % self.views)
+        for chosen in self.chosen(number, start):
+            yield self._seen(chosen, views), self.split.labels[chosen]
+
+    def chosen(self, epoch: int, start: int = 0) -> Iterator[Tensor]:
+        """Which images the batches of an epoch are made of, in this process."""
+        generator = torch.Generator(self.device).manual_seed(derive_seed(self.seed, epoch))
+        order = torch.randperm(len(self.split), generator=generator, device=self.device)
+        part = self.shard.part_of(self.batch_size)
+        for batch in range(start, self.batches_per_epoch):
+            yield order[batch * self.batch_size : (batch + 1) * self.batch_size][part]
+
+    def _views_of(self, number: int) -> Views | None:
+        if self.augment is None:
+            return None
+        generator = torch.Generator(self.device).manual_seed(derive_seed(self.view_seed, number))
+        return self._views(self.drawn, generator)
+
+    def _seen(self, chosen: Tensor, views: Views | None) -> Tensor:
+        images = self.split.images[chosen]
+        if views is not None and self.augment is not None:
+            views = views.of(self.numbers[chosen])
+            images = look_at(images, views, self.augment.crop_padding)
+        return self.info.normalise(images)
 
 
 def derive_seed(*parts: int) -> int:

@@ -5,24 +5,40 @@ from deepmoe.evaluation.accuracy import Evaluation, evaluate
 from deepmoe.evaluation.batches import Batches
 from deepmoe.evaluation.curve import cost_curve
 from deepmoe.evaluation.cut import cut_to
+from deepmoe.evaluation.exits import (
+    Answers,
+    ExitFigures,
+    collect_answers,
+    exit_certified,
+    exit_for_loss,
+    exit_for_macs,
+    set_exits,
+)
 from deepmoe.evaluation.gate_record import GateRecord, collect_gates
 from deepmoe.evaluation.prediction import Prediction, Unanswered, predict
 from deepmoe.evaluation.segmentation_scores import SegmentationEvaluation, evaluate_segmentation
 from deepmoe.model import DeepMoE
 
 __all__ = [
+    "Answers",
     "Evaluation",
+    "ExitFigures",
     "GateRecord",
     "Prediction",
     "SegmentationEvaluation",
     "Unanswered",
+    "collect_answers",
     "collect_gates",
     "cost_curve",
     "cut_to",
     "evaluate",
     "evaluate_on",
     "evaluate_segmentation",
+    "exit_certified",
+    "exit_for_loss",
+    "exit_for_macs",
     "predict",
+    "set_exits",
 ]
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from deepmoe.costs import count_costs
+from deepmoe.costs import dense_macs
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for, size_of, summed_costs
 from deepmoe.model import DeepMoE
@@ -21,9 +21,10 @@ class Evaluation:
     accuracy: float
     loss: float
     macs: float  # base network as gated, plus embedding and gate heads
-    dense_macs: int  # of the ungated base network alone
+    dense_macs: int  # of the base network alone, with all channels
     active: float  # share of the gated channels that run
-    embedding_accuracy: float | None  # None for a dense network
+    embedding_accuracy: float | None  # None for a model without one
+    exited: float | None = None  # share of the images that the embedding has answered
 
     measure: ClassVar[str] = "accuracy"
 
@@ -51,29 +52,32 @@ def evaluate(model: DeepMoE, batches: Batches) -> Evaluation:
     model.check_finite()
     device, size = next(model.parameters()).device, (0, 0)
     # In double precision: sums of MACs don't fit into single precision.
-    sums = torch.zeros(7, dtype=torch.float64, device=device)
+    sums = torch.zeros(8, dtype=torch.float64, device=device)
     for x_BCHW, labels in batches_for(model, batches):
         size, output = size_of(x_BCHW), model(x_BCHW)
         logits, guess = output.logits.double(), output.embedding_logits
+        none = torch.zeros_like(sums[0])
         figures = (
             torch.ones_like(labels).sum(),
             (logits.argmax(dim=1) == labels).sum(),
             F.cross_entropy(logits, labels, reduction="sum"),
             *summed_costs(model, size, output),
-            torch.zeros_like(sums[0]) if guess is None else (guess.argmax(dim=1) == labels).sum(),
+            none if guess is None else (guess.argmax(dim=1) == labels).sum(),
+            none if output.exited is None else output.exited.sum(),
             logits.isfinite().all(dim=1).sum(),
         )
         sums += torch.stack([figure.double() for figure in figures])
     images, *totals, finite = sum_over_processes(sums).tolist()
     if finite < images:
         raise UserError(f"the model's outputs for {images - finite:.0f} images are not finite")
-    accuracy, loss, macs, active, embedding_accuracy = (total / images for total in totals)
+    accuracy, loss, macs, active, embedding_accuracy, exited = (t / images for t in totals)
     return Evaluation(
         images=int(images),
         accuracy=accuracy,
         loss=loss,
         macs=macs,
-        dense_macs=count_costs(model, size).macs,
+        dense_macs=dense_macs(model, size),
         active=active,
-        embedding_accuracy=embedding_accuracy if model.gated else None,
+        embedding_accuracy=embedding_accuracy if model.embedding is not None else None,
+        exited=exited if model.exit_at is not None else None,
     )

@@ -46,11 +46,12 @@ def size_of(x_BCHW: Tensor) -> tuple[int, int]:
 
 def summed_costs(model: DeepMoE, size: tuple[int, int], output: DeepMoEOutput) -> list[Tensor]:
     """Over the images of a batch, the sums of their MACs and of the shares of channels that run."""
-    if output.gates is None:
-        images = torch.ones(len(output.logits), dtype=torch.float64, device=output.logits.device)
-        return [(count_macs(model, size) * images).sum(), images.sum()]
-    each = (count_macs(model, size, output.gates), active_share(output.gates))
-    return [per_image.double().sum() for per_image in each]
+    images = torch.ones(len(output.logits), dtype=torch.float64, device=output.logits.device)
+    active = images if output.gates is None else active_share(output.gates).double()
+    if output.exited is not None:
+        active = active * ~output.exited
+    macs = images * count_macs(model, size, output.gates, output.exited)
+    return [macs.sum(), active.sum()]
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
-"""Accuracy against cost of one trained model: gates below a threshold are closed at inference."""
+"""Accuracy against cost of one trained model: less of it runs, by closed gates or by exits."""
 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,38 +13,74 @@ from deepmoe.errors import UserError
 from deepmoe.evaluation.accuracy import Evaluation, evaluate
 from deepmoe.evaluation.batches import Batches, batches_for
 from deepmoe.evaluation.cut import refit_norms
+from deepmoe.evaluation.exits import collect_answers
 from deepmoe.model import DeepMoE
+
+By = Literal["gates", "exits"]
+LEVELS: dict[By, tuple[float, ...]] = {
+    "gates": (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5),
+    "exits": (1.01, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3),  # no embedding is surer than 1
+}
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A model with the gates below a threshold closed."""
+    """A model with the gates below a threshold closed, or exits for images above a confidence."""
 
-    threshold: float  # in units of each layer's mean open gate
+    threshold: float  # of gates: in units of each layer's mean open gate
     result: Evaluation
 
 
-@torch.inference_mode()
 def cost_curve(
     model: DeepMoE,
     batches: Batches,
-    thresholds: Sequence[float],
+    thresholds: Sequence[float] | None = None,
     refit: Loader | None = None,
+    *,
+    by: By | None = None,
 ) -> list[CurvePoint]:
-    """Evaluates a model once for each threshold.
+    """Accuracy and cost of a model for each threshold.
 
     Args:
-        model: a gated model without a codebook, whose routes are fixed.
-        batches: to evaluate on; gone through once for each threshold, and once before.
-        thresholds: in units of each layer's mean open gate, so that layers whose gates are all
-            small are not closed first.
-        refit: training images, augmented as in training, on which the base network's batch norms
-            are measured anew for each threshold: what they see changes with the gates. `None`
-            leaves them as they are.
+        model: with gates, and without a codebook, whose routes are fixed; or with an embedding.
+        batches: to evaluate on; by exits gone through once, by gates once for each threshold and
+            once before.
+        thresholds: of gates: in units of each layer's mean open gate, so that layers whose gates
+            are all small are not closed first. Of exits: how sure the embedding must be to answer,
+            up to 1; it never does above that. Some that are usual, if not given.
+        refit: of gates: training images, augmented as in training, on which the base network's
+            batch norms are measured anew for each threshold: what they see changes with the gates.
+            `None` leaves them as they are.
+        by: `gates` closes small gates, `exits` lets the embedding answer the images that it is sure
+            of. What `usual_way` gives, if not given.
 
     Raises:
-        UserError: for a model that has no gates of its own to close.
+        UserError: for a model that has no gates of its own to close, or no embedding to answer.
     """
+    by = by or usual_way(model)
+    if by not in LEVELS:
+        raise UserError(f"a curve goes by gates or exits, not by {by!r}")
+    levels = LEVELS[by] if thresholds is None else thresholds
+    if by == "gates":
+        return _gate_curve(model, batches, levels, refit)
+    if refit is not None:
+        raise UserError("norms are measured anew where gates are closed: exits don't change them")
+    answers = collect_answers(model, batches)
+    return [CurvePoint(level, answers.evaluation(level)) for level in levels]
+
+
+def usual_way(model: DeepMoE) -> By:
+    """By what the cost of a model is changed: by exits where it has some, or no gates to close."""
+    if model.embedding is None:
+        return "gates"
+    closes = model.gated and model.codebook is None and model.exit_at is None
+    return "gates" if closes else "exits"
+
+
+@torch.inference_mode()
+def _gate_curve(
+    model: DeepMoE, batches: Batches, thresholds: Sequence[float], refit: Loader | None
+) -> list[CurvePoint]:
     _check_gates(model)
     means_C = _mean_open_gates(model, batches)
     points = []

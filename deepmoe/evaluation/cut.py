@@ -3,19 +3,18 @@
 import copy
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepmoe.costs import Size, count_costs, count_macs, least
+from deepmoe.costs import Size, count_macs, dense_macs, least
 from deepmoe.data import Loader
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for
+from deepmoe.evaluation.importance import gate_importance
 from deepmoe.layers import GateHeads
 from deepmoe.model import DeepMoE
 
 JUDGED_IMAGES = 2000  # that importance and cost are measured on
 REFIT_IMAGES = 4000
-TEMPERATURE = 4.0  # a network that knows its images by heart has no gradient at 1
 
 
 def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Loader) -> DeepMoE:
@@ -38,7 +37,7 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
         raise UserError("a dense network has no gates, so that its cost can't be changed")
     if not isinstance(model.heads, GateHeads) and model.codebook is None:
         raise UserError("cut closes gates of relu heads or a codebook, and this model has neither")
-    widths, dense = model.gating.widths, count_costs(model, size).macs
+    widths, dense = model.gating.widths, dense_macs(model, size)
     gates_NC, importance_C = _judged(model, batches)
     ranks = [
         of_layer.argsort().argsort() / len(of_layer) for of_layer in importance_C.split(widths)
@@ -67,20 +66,14 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
 
 
 def _judged(model: DeepMoE, batches: Batches) -> tuple[Tensor, Tensor]:
-    """Gates of images, and how much each channel matters: the sum of |gate * d loss / d gate|."""
+    """Gates of images, and how much each channel matters to them."""
     found, moved = [], []
     for x_BCHW, labels in batches_for(model, batches, JUDGED_IMAGES):
         with torch.no_grad():
             gates, _ = model.route(x_BCHW)
         assert gates is not None
-        with torch.enable_grad():
-            gates = tuple(g.requires_grad_() for g in gates)
-            logits = model.gating(model.network, x_BCHW, gates).float()
-            loss = F.cross_entropy(logits / TEMPERATURE, labels, reduction="sum")
-        slopes = torch.autograd.grad(loss, gates)
-        g_BC, slope_BC = torch.cat(gates, dim=1).detach(), torch.cat(slopes, dim=1)
-        found.append(g_BC)
-        moved.append((g_BC * slope_BC).abs().sum(dim=0))
+        found.append(torch.cat(gates, dim=1))
+        moved.append(gate_importance(model.network, model.gating, x_BCHW, labels, gates))
     return torch.cat(found), torch.stack(moved).sum(dim=0)
 
 

@@ -8,10 +8,10 @@ import torch
 
 from deepmoe.checkpoint import Checkpoint
 from deepmoe.config import GIVEN
-from deepmoe.costs import active_share, count_macs
 from deepmoe.data import read_image
 from deepmoe.data.torch_datasets import UNKNOWN_STD
 from deepmoe.errors import UserError
+from deepmoe.evaluation.batches import summed_costs
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Prediction:
     label: str
     probability: float
     macs: int
-    active: float
+    active: float  # share of the gated channels that ran
+    answered_by: str  # embedding or network
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,13 @@ def _predict(checkpoint: Checkpoint, path: str | Path) -> Prediction:
     probability, index = output.logits.float().softmax(dim=1)[0].max(dim=0)
     if not probability.isfinite():
         raise UserError(f"the model's outputs for {path} are not finite")
-    gates = output.gates
+    macs, active = summed_costs(model, info.size, output)
+    exited = output.exited is not None and bool(output.exited[0])
     return Prediction(
         image=str(path),
         label=info.class_names[int(index)],
         probability=float(probability),
-        macs=int(count_macs(model, info.size, gates)[0]) if gates else count_macs(model, info.size),
-        active=1.0 if gates is None else float(active_share(gates)[0]),
+        macs=int(macs),
+        active=float(active),
+        answered_by="embedding" if exited else "network",
     )

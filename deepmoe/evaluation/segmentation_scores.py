@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.costs import count_costs
+from deepmoe.costs import dense_macs
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for, size_of, summed_costs
@@ -73,12 +73,12 @@ def evaluate_segmentation(
     for x_BCHW, labels_BHW in batches_for(model, batches):
         size, images, output = size_of(x_BCHW), len(x_BCHW), model(x_BCHW)
         counts += confusion(output.logits.argmax(dim=1), labels_BHW, classes)
-        dense_macs = torch.tensor(count_costs(model, size).macs * images)
+        dense = torch.tensor(dense_macs(model, size) * images)
         loss = pixel_loss(output.logits, labels_BHW)
-        figures = (loss, *summed_costs(model, size, output), dense_macs, torch.tensor(images))
+        figures = (loss, *summed_costs(model, size, output), dense, torch.tensor(images))
         sums += torch.stack([figure.to(sums) for figure in figures])
     counts = sum_over_processes(counts)
-    summed_loss, macs, active, dense_macs, total = sum_over_processes(sums).tolist()
+    summed_loss, macs, active, dense_total, total = sum_over_processes(sums).tolist()
     pixels = int(counts.sum())
     if not pixels:
         raise UserError("no pixel of the images to evaluate on has a label")
@@ -92,7 +92,7 @@ def evaluate_segmentation(
         pixel_accuracy=int(counts.trace()) / pixels,
         loss=summed_loss / pixels,
         macs=macs / total,
-        dense_macs=dense_macs / total,
+        dense_macs=dense_total / total,
         active=active / total,
     )
 

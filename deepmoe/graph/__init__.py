@@ -1,7 +1,15 @@
 """Any convolutional network as data, captured once: everything else is a function of it."""
 
 from deepmoe.graph.capture import evaluation_mode
-from deepmoe.graph.gating import Gating, NothingToGate, choose, open_groups, why_not
+from deepmoe.graph.gating import (
+    Gating,
+    NothingToGate,
+    choose,
+    open_groups,
+    prunable,
+    why_not,
+    with_kept,
+)
 from deepmoe.graph.graph import Graph, Group, Layer, describe
 from deepmoe.graph.narrow import narrowed, narrowed_graph
 from deepmoe.graph.strengths import channel_strengths, scale_inputs
@@ -19,6 +27,8 @@ __all__ = [
     "narrowed",
     "narrowed_graph",
     "open_groups",
+    "prunable",
     "scale_inputs",
     "why_not",
+    "with_kept",
 ]

@@ -20,6 +20,7 @@ from deepmoe.graph.graph import Graph, Group, Layer
 from deepmoe.graph.narrow import narrowed, narrowed_graph, with_one_of_each
 from deepmoe.graph.operations import name_of
 
+READ_BY_CLASSIFIER = "is read by the classifier"
 LEAST_SHARE = 1e-3  # of the network's MACs: less is not worth a gate
 DROPOUTS = {
     "dropout": F.dropout,
@@ -299,6 +300,45 @@ def choose(graph: Graph, where: str | Sequence[str | int]) -> Gating:
     return Gating(graph, tuple(chosen))
 
 
+def prunable(graph: Graph) -> Gating:
+    """Gates at all groups from which channels can be removed for good.
+
+    What the last layer reads is one of them, and so are residual streams: a choice that is the same
+    for all images tells nothing about them.
+    """
+    reasons = {g.number: why_not(graph, g) for g in graph.groups}
+    chosen = [number for number, why in reasons.items() if why in (None, READ_BY_CLASSIFIER)]
+    if not chosen:
+        raise NothingToGate(
+            "no channel of this network can be removed (deepmoe describe tells why)"
+        )
+    return Gating(graph, tuple(chosen))
+
+
+def with_kept(
+    network: nn.Module, graph: Graph, kept: Sequence[int] | None
+) -> tuple[nn.Module, Graph]:
+    """A network with so many channels left of each group that can spare some; `None` leaves all.
+
+    Which ones are left does not matter here: weights will be loaded.
+    """
+    if kept is None:
+        return network, graph
+    gating = prunable(graph)
+    fits = len(kept) == len(gating.widths) and all(
+        1 <= left <= width for left, width in zip(kept, gating.widths, strict=True)
+    )
+    if not fits:
+        raise UserError(
+            f"kept is one number for each of {len(gating.widths)} groups of channels, "
+            f"at most {list(gating.widths)}"
+        )
+    with torch.device("cpu"):  # numbers of channels are needed, also of a network without weights
+        masks = [torch.arange(w) < n for w, n in zip(gating.widths, kept, strict=True)]
+        small, left, _ = gating.narrow(network, masks)
+    return small, left.graph
+
+
 def open_groups(graph: Graph, where: str) -> list[int]:
     """Numbers of the groups that `inner` or `all` gates."""
     return [group.number for group in graph.groups if why_not(graph, group, where) is None]
@@ -309,7 +349,7 @@ def why_not(graph: Graph, group: Group, where: str = "all") -> str | None:
     if group.pinned is not None:
         return group.pinned
     if graph.layers[-1].path in group.readers:
-        return "is read by the classifier"
+        return READ_BY_CLASSIFIER
     if not group.readers:
         return "is read by no layer"
     if group.is_stream and where == "inner":

@@ -34,6 +34,7 @@ class ShallowEmbedding(nn.Module):
         task_gradient: whether it also learns through what is made of the mixture weights. If not,
             the base network can't use it to know its training images by heart.
         colours: channels of the images.
+        shrink: it looks at the mean of so many pixels by so many.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ShallowEmbedding(nn.Module):
         widths: tuple[int, ...] = CIFAR_WIDTHS,
         task_gradient: bool = True,
         colours: int = 3,
+        shrink: int = 1,
     ) -> None:
         super().__init__()
         if form not in ("classes", "latent"):
@@ -53,6 +55,7 @@ class ShallowEmbedding(nn.Module):
             raise UserError(f"the embedding needs widths of at least 1, not {list(widths)}")
         self.form = form
         self.widths = widths
+        self.shrink = shrink
         self.task_gradient = task_gradient
         self.dim = classes if form == "classes" else dim
         inputs = (colours, *widths[:-1])
@@ -69,7 +72,13 @@ class ShallowEmbedding(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mixture weights e_BD (on the simplex) and the class logits of L_e."""
-        return self.mix(self.convs(x_BCHW))
+        return self.mix(self.convs(self.shrunk(x_BCHW)))
+
+    def shrunk(self, x_BCHW: Tensor) -> Tensor:
+        """What the convolutions look at."""
+        if self.shrink == 1:
+            return x_BCHW
+        return F.avg_pool2d(x_BCHW, self.shrink, ceil_mode=True)
 
     def mix(self, features_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """The same, from what the convolutions give."""
@@ -86,6 +95,7 @@ class ShallowEmbedding(nn.Module):
         total = self.project.weight.numel()
         if isinstance(self.classifier, nn.Linear):
             total += self.classifier.weight.numel()
+        height, width = -(-height // self.shrink), -(-width // self.shrink)
         for block in self.convs:
             assert isinstance(block, ConvNormReLU)
             height, width = -(-height // 2), -(-width // 2)

@@ -21,5 +21,5 @@ def scaled_width(width: int, wide: float) -> int:
 def initialise_convs(network: nn.Module) -> None:
     """He initialisation by fan-out, for convolutions that BN and ReLU follow."""
     for module in network.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

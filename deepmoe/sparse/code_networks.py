@@ -10,6 +10,7 @@ from torch import Tensor
 from deepmoe.cuda_graphs import GraphCache, Work, one_after_another
 from deepmoe.sparse.executors import SmallNetwork
 from deepmoe.sparse.program import Program
+from deepmoe.sparse.route_groups import images_of
 
 # A captured network serves groups of one size: with fewer sizes it comes up again more often.
 MULTIPLE_OF_IMAGES = 4
@@ -50,7 +51,7 @@ class CodeNetworks:
         images = codes_B.argsort(stable=True)
         counts = (codes_B[:, None] == self.numbers).sum(dim=0)
         spare = images[-1:].expand(self.multiple - 1)
-        return _images_of(x_BCHW, torch.cat([images, spare])), images, counts
+        return images_of(x_BCHW, torch.cat([images, spare])), images, counts
 
     def __call__(self, x_BCHW: Tensor, counts: list[int], size: tuple[int, int]) -> Tensor:
         """Logits in the order of the features, each by the network of its code.
@@ -99,10 +100,3 @@ class CodeNetworks:
             and self.bytes > self.memory_limit
         ):
             self.networks.popitem(last=False)
-
-
-def _images_of(x_BCHW: Tensor, images: Tensor) -> Tensor:
-    """Some images of a batch in its memory format, which `index_select` alone would not keep."""
-    if x_BCHW.is_contiguous():
-        return x_BCHW.index_select(0, images)
-    return x_BCHW.permute(0, 2, 3, 1).index_select(0, images).permute(0, 3, 1, 2)

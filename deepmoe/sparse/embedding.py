@@ -1,16 +1,54 @@
-"""The shallow embedding network, as inference runs it."""
+"""What looks at the image first, as inference runs it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepmoe.graph import Gating
 from deepmoe.layers import ConvNormReLU, ShallowEmbedding
+from deepmoe.model import Embedding
+from deepmoe.network_embedding import NetworkEmbedding
 from deepmoe.ops import is_half
 from deepmoe.sparse.convolution import Convolution, cudnn_runs
+from deepmoe.sparse.executors import FixedExecutor, whole_network
 from deepmoe.sparse.folding import fold, norm_as_affine
+from deepmoe.sparse.program import translate
 
 GEOMETRY = {"stride": (2, 2), "padding": (1, 1)}
+
+
+def fast_embedding(
+    embedding: Embedding, dtype: torch.dtype
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A function that gives the mixture weights and class logits that an embedding gives."""
+    if isinstance(embedding, NetworkEmbedding):
+        return FastNetwork(embedding, dtype)
+    return FastEmbedding(embedding, dtype)
+
+
+class FastNetwork:
+    """Gives what a narrow network in the embedding's place gives.
+
+    Args:
+        embedding: in evaluation mode.
+        dtype: to run in.
+    """
+
+    def __init__(self, embedding: NetworkEmbedding, dtype: torch.dtype) -> None:
+        self.embedding = embedding
+        self.dtype = dtype
+        copied, gating, _ = Gating(embedding.graph, ()).narrow(embedding.network, [])
+        self.program = translate(copied.eval(), gating, dtype)
+        self.whole = FixedExecutor(whole_network(self.program))
+
+    def __call__(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Mixture weights e_BD and class logits, from images in any memory format."""
+        best = torch.channels_last if x_BCHW.is_cuda else torch.preserve_format
+        images = x_BCHW.to(self.dtype, memory_format=best)
+        return self.embedding.mix(self.program.whole(self.whole, images))
 
 
 class FastEmbedding:
@@ -39,14 +77,20 @@ class FastEmbedding:
 
     def __call__(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Mixture weights e_BD and class logits, from images in any memory format."""
-        with torch.autocast(x_BCHW.device.type, self.dtype, enabled=self.mixed):
+        with self._autocast(x_BCHW.device.type):
             if not self.steps:
                 return self.embedding(x_BCHW.to(self.own))
             # In mixed precision, the first step takes images as they are.
-            y_BCHW = x_BCHW if self.mixed else x_BCHW.to(self.dtype)
+            y_BCHW = self.embedding.shrunk(x_BCHW if self.mixed else x_BCHW.to(self.dtype))
             for step in self.steps:
                 y_BCHW = step(y_BCHW)
             return self.embedding.mix(y_BCHW)
+
+    def _autocast(self, device: str) -> AbstractContextManager[Any]:
+        # To enter it takes as long as a small convolution, for nothing where it is off anyway.
+        if not self.mixed and not torch.is_autocast_enabled(device):
+            return nullcontext()
+        return torch.autocast(device, self.dtype, enabled=self.mixed)
 
 
 class _RoundedConvolution:

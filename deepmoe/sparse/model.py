@@ -1,8 +1,8 @@
-"""SparseModel: a trained network that runs only what its gates ask for."""
+"""SparseModel: a trained network that runs only what its gates and exits ask for."""
 
 import copy
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -13,17 +13,17 @@ from deepmoe.costs import count_costs
 from deepmoe.cuda_graphs import GraphCache, SideStream, Work, on_its_way
 from deepmoe.errors import UserError
 from deepmoe.extras import require
-from deepmoe.graph import evaluation_mode
+from deepmoe.graph import Gating, evaluation_mode
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.sparse.code_networks import CodeNetworks
 from deepmoe.sparse.dynamic import DynamicNetwork
-from deepmoe.sparse.embedding import FastEmbedding
+from deepmoe.sparse.embedding import fast_embedding
 from deepmoe.sparse.executors import FixedExecutor, MaskedExecutor, whole_network, with_idle
 from deepmoe.sparse.few_inputs import ImageConvolution, channel_multiple
 from deepmoe.sparse.planner import Plan, Planner, in_words
 from deepmoe.sparse.program import translate
-from deepmoe.sparse.route_groups import in_order, parts_by_route, routes_of
+from deepmoe.sparse.route_groups import images_of, in_order, parts_by_route, roughly, routes_of
 
 DENSITY_STEPS = 16  # in how many steps the planner tells densities apart
 PLANNING_IMAGES = 13  # after so many, the dynamic network has planned its own layers
@@ -40,14 +40,17 @@ def sparsify(
     memory_limit: int | None = None,
     plan: Plan | str | Path | None = None,
 ) -> "SparseModel":
-    """Prepares a model for inference that runs only the channels its gates ask for.
+    """Prepares a model for inference that runs only what its gates and exits ask for.
 
     The result gives the outputs of the model in evaluation mode. It stays on the model's device,
     and has its own copy of the weights. Threads may share it: they take turns.
 
+    Images that the embedding answers never reach heads and base network: their gates are zero.
+
     Args:
-        model: a gated model. One with a route codebook runs each code as a small network of its
-            own, any other one collects the weights of each route as it goes.
+        model: a model with gates, exits or both. One with a route codebook runs each code as a
+            small network of its own, any other one with gates collects the weights of each route
+            as it goes. Without gates, images that do not exit run all channels.
         dtype: of the convolutions; the model's own if not given. Gates are always made in the
             model's own precision.
         memory_limit: bytes that the small networks of a codebook may take together; those used
@@ -57,15 +60,20 @@ def sparsify(
             process then gives the same bits. `None` measures what is fastest, in the first runs.
 
     Raises:
-        UserError: for a dense model, which has no channels to skip, one with weights that are not
-            finite, or one that is sparse already.
+        UserError: for a model without gates and exits, which has nothing to skip, one with weights
+            that are not finite, or one that is sparse already.
     """
     if isinstance(model, SparseModel):
         raise UserError("this model is sparse already")
     if not isinstance(model, DeepMoE):
         raise UserError("sparsify takes a gated model: give it deepmoe.gate(network, images)")
-    if not model.gated:
+    if model.embedding is None:
         raise UserError("a dense network has no gates, so that there is nothing to skip")
+    if not model.gated and model.exit_at is None:
+        raise UserError(
+            "the model has no gates, and its exits are not set, so that there is nothing to skip: "
+            "run deepmoe exits first"
+        )
     model.check_finite()
     if next(model.parameters()).device.type == "cpu":
         require("sparse", "numba", "llvmlite")
@@ -81,7 +89,11 @@ class Start(NamedTuple):
 
 
 class SparseModel(DeepMoE):
-    """See `sparsify`."""
+    """See `sparsify`.
+
+    `exit_at` may be set anew. With `None`, no image exits: a model without gates then runs its base
+    network alone, and gives no logits of the embedding.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -94,18 +106,22 @@ class SparseModel(DeepMoE):
             model.gating,
             copy.deepcopy(model.codebook),
             copy.deepcopy(model.thresholds),
+            exit_at=copy.deepcopy(model.exit_at),
+            unpruned=model.unpruned,
         )
         self.dtype = dtype
         device = next(model.parameters()).device
-        keep = _channels_to_keep(model, channel_multiple(device, dtype))
+        # Without heads, no channel is ever scaled or left out.
+        gating = model.gating if model.gated else Gating(model.gating.graph, ())
+        keep = _channels_to_keep(model, gating.widths, channel_multiple(device, dtype))
         with evaluation_mode(model.network):
-            small, gating, left = model.gating.narrow(model.network, keep)
+            small, small_gating, left = gating.narrow(model.network, keep)
         # Numbers of the units that are left of each group; `None` where that is all of them.
         self.kept = [
             None if len(k) == width else k.to(device)
-            for k, width in zip(left, model.gating.widths, strict=True)
+            for k, width in zip(left, gating.widths, strict=True)
         ]
-        self.program = translate(small, gating, dtype)
+        self.program = translate(small, small_gating, dtype)
         self.whole = FixedExecutor(whole_network(self.program))
         self.lock = threading.Lock()  # memory of one run is used again by the next
         self.seen: set[tuple[torch.Size, torch.dtype, torch.device]] = set()  # images that fit
@@ -123,7 +139,7 @@ class SparseModel(DeepMoE):
             codes = self._kept(model.codebook.codes.split(model.codebook.widths, dim=1))
             self.small_networks = CodeNetworks(self.program, codes, memory_limit, self.graphs)
         assert self.embedding is not None
-        self.fast_embedding = FastEmbedding(self.embedding, dtype)
+        self.fast_embedding = fast_embedding(self.embedding, dtype)
         # Whether the first layer brings images into the memory format and precision that it likes.
         self.takes_any_image = self.program.starts_with_convolution and ImageConvolution.takes(
             next(iter(self.program.layers.values()))
@@ -187,14 +203,69 @@ class SparseModel(DeepMoE):
         raise UserError("a sparse model can't be copied or pickled: sparsify the model once more")
 
     def _forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
+        if self.exit_at is None:
+            return self._output(*self._answer(x_BCHW))
+        # Part of the name: a graph reads the very threshold that it was captured with.
+        look = ("look", self.exit_at)
+        e_BD, embedding_logits, exited = self._run(look, self._look, x_BCHW)
+        going_on = exited.tolist().count(False)
+        if going_on == len(x_BCHW):
+            logits, _, g_BC = self._answer(x_BCHW, e_BD, embedding_logits)
+        else:
+            logits, g_BC = self._answer_some(x_BCHW, e_BD, embedding_logits, exited, going_on)
+        return self._output(logits, embedding_logits, g_BC, exited)
+
+    def _answer_some(
+        self, x_BCHW: Tensor, e_BD: Tensor, embedding_logits: Tensor, exited: Tensor, going_on: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits and gates of all images, where so many of them go on."""
+        logits, g_BC = embedding_logits.to(self.dtype, copy=True), None
+        if self.heads is not None:
+            g_BC = self.heads.weight.new_zeros(len(x_BCHW), sum(self.gating.widths))
+        if not going_on:
+            return logits, g_BC
+        # Those that go on come first. A captured network serves batches of one size: so that there
+        # are few of them, some of the others go on too, and what comes of it is dropped.
+        order = exited.argsort(stable=True)
+        images = order[: going_on if self.graphs is None else roughly(going_on)]
+        looked = (e_BD.index_select(0, images), embedding_logits.index_select(0, images))
+        answers, _, gates = self._answer(images_of(x_BCHW, images), *looked)
+        logits.index_copy_(0, images[:going_on], answers[:going_on])
+        if g_BC is not None and gates is not None:
+            g_BC.index_copy_(0, images[:going_on], gates[:going_on])
+        return logits, g_BC
+
+    def _answer(
+        self, x_BCHW: Tensor, *looked: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The base network's logits, the embedding's, and all gates side by side.
+
+        Args:
+            x_BCHW: images.
+            looked: what the embedding gives for them, if it has looked at them already.
+        """
+        if self.heads is None:
+            return self._run("whole", self._run_whole, x_BCHW), None, None
         size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
         prepare = self._find_routes if self.small_networks is None else self._find_codes
-        g_BC, embedding_logits, features, *found = self._run("prepare", prepare, x_BCHW)
+        g_BC, embedding_logits, features, *found = self._run("prepare", prepare, x_BCHW, *looked)
         run = self._run_by_route if self.small_networks is None else self._run_by_code
-        logits = run(Start(features, size), g_BC, *found)
+        return run(Start(features, size), g_BC, *found), embedding_logits, g_BC
+
+    def _output(
+        self,
+        logits: Tensor,
+        embedding_logits: Tensor | None,
+        g_BC: Tensor | None,
+        exited: Tensor | None = None,
+    ) -> DeepMoEOutput:
         if self.graphs is not None:  # the next run will write over what graphs gave
-            g_BC, embedding_logits, logits = g_BC.clone(), embedding_logits.clone(), logits.clone()
-        return DeepMoEOutput(logits, embedding_logits, self._split(g_BC))
+            logits = logits.clone()
+            embedding_logits, g_BC, exited = (
+                None if part is None else part.clone() for part in (embedding_logits, g_BC, exited)
+            )
+        gates = None if g_BC is None else self._split(g_BC)
+        return DeepMoEOutput(logits, embedding_logits, gates, exited)
 
     def start(self, x_BCHW: Tensor) -> Start:
         """What the layers before the first gate give."""
@@ -234,7 +305,8 @@ class SparseModel(DeepMoE):
         ahead = self.run_masked(start, g_BC) if x_BCHW.shape in self.dense_shapes else None
         *numbers, active = read()
         routes = len(set(numbers))
-        case = (*x_BCHW.shape, routes, round(DENSITY_STEPS * active / g_BC.numel()))
+        density = round(DENSITY_STEPS * active / g_BC.numel())
+        case = (*self._shape_to_plan(x_BCHW), routes, density)
         many = x_BCHW.is_cuda and routes > MOST_ROUTES_ON_GPU
         if many or (x_BCHW.is_cuda and self.planner.chosen.get(case) == "dense"):
             self.dense_shapes.add(x_BCHW.shape)
@@ -257,40 +329,58 @@ class SparseModel(DeepMoE):
             ),
             "codebook": lambda: networks(x_BCHW, counts_K.tolist(), start.size),
         }
-        logits = self.planner.run(tuple(x_BCHW.shape), ways, x_BCHW.device)
+        logits = self.planner.run(self._shape_to_plan(x_BCHW), ways, x_BCHW.device)
         return in_order(logits, images)
+
+    def _shape_to_plan(self, x_BCHW: Tensor) -> tuple[int, ...]:
+        """What is planned for: with exits, numbers of images that are about the same are one."""
+        images, *others = x_BCHW.shape
+        return (images if self.exit_at is None else roughly(images), *others)
 
     def _apply(self, *arguments: Any, **options: Any) -> Self:
         """What `to`, `cuda` or `half` come down to: packed weights would stay behind."""
         raise UserError("a sparse model stays as it was made: move the model, then sparsify it")
 
-    def _find_routes(self, x_BCHW: Tensor) -> tuple[Tensor, ...]:
+    def _look(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The embedding's mixture weights and logits, and which images exit."""
+        e_BD, embedding_logits = self.fast_embedding(x_BCHW)
+        return e_BD, embedding_logits, self.exits(embedding_logits)
+
+    def _find_routes(self, x_BCHW: Tensor, *looked: Tensor) -> tuple[Tensor, ...]:
         """All gates side by side, the embedding's logits, features, and a summary of the routes.
 
         The summary holds the number of each image's route, and how many channels run in all.
         """
-        g_BC, embedding_logits, features = self._look_at(x_BCHW)
+        g_BC, embedding_logits, features = self._prepare(x_BCHW, *looked)
         numbers_B, active_B = routes_of(g_BC)
         summary = torch.cat([numbers_B, active_B.sum()[None]])
         return g_BC, embedding_logits, features, summary
 
-    def _find_codes(self, x_BCHW: Tensor) -> tuple[Tensor, ...]:
+    def _find_codes(self, x_BCHW: Tensor, *looked: Tensor) -> tuple[Tensor, ...]:
         """All gates, the embedding's logits, features sorted by code, and how to undo that."""
         assert self.codebook is not None and self.small_networks is not None
-        g_BC, embedding_logits, features = self._look_at(x_BCHW)
+        g_BC, embedding_logits, features = self._prepare(x_BCHW, *looked)
         codes_B = self.codebook.nearest((g_BC,))
         g_BC = self.codebook.codes[codes_B].to(g_BC.dtype)
         return g_BC, embedding_logits, *self.small_networks.sort(features, codes_B)
 
-    def _look_at(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _prepare(self, x_BCHW: Tensor, *looked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The heads' gates side by side, the embedding's logits, and what the first layers give."""
         with self.side_stream:
-            images = x_BCHW if self.takes_any_image else self._converted(x_BCHW)
-            features = self.program.start(self.whole, images)
-        e_BD, embedding_logits = self.fast_embedding(x_BCHW)
+            features = self._features(x_BCHW)
+        e_BD, embedding_logits = looked or self.fast_embedding(x_BCHW)
         g_BC = self.concatenated_gates(e_BD)
         self.side_stream.join(features)
         return g_BC, embedding_logits, features
+
+    def _features(self, x_BCHW: Tensor) -> Tensor:
+        images = x_BCHW if self.takes_any_image else self._converted(x_BCHW)
+        return self.program.start(self.whole, images)
+
+    def _run_whole(self, x_BCHW: Tensor) -> Tensor:
+        """Logits by all channels, without gates."""
+        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
+        return self.program.go_on(self.whole, self._features(x_BCHW), size)
 
     def _split(self, g_BC: Tensor) -> Gates:
         return g_BC.split(self.gating.widths, dim=1)
@@ -310,12 +400,11 @@ class SparseModel(DeepMoE):
         return self.graphs.run(Work(name, function, inputs))
 
 
-def _channels_to_keep(model: DeepMoE, multiple: int) -> list[Tensor]:
+def _channels_to_keep(model: DeepMoE, widths: Sequence[int], multiple: int) -> list[Tensor]:
     """Channels that some mixture can switch on: a gate is at most the largest weight of its row.
 
     Others are kept where that makes the width of a layer a multiple.
     """
-    widths = model.gating.widths
     if model.codebook is not None:
         alive = (model.codebook.codes > 0).any(dim=0)
     elif isinstance(model.heads, GateHeads):

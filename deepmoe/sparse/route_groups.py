@@ -1,4 +1,4 @@
-"""Which images of a batch run the same channels."""
+"""Some images of a batch: those that run the same channels, or that go on at all."""
 
 from collections import defaultdict
 from functools import cache
@@ -52,6 +52,19 @@ def parts_by_route(gates: Gates, numbers: list[int] | None = None) -> list[Tenso
 def in_order(outputs: Tensor, images: Tensor) -> Tensor:
     """Outputs in the order of the batch; `images` says which ones they are of."""
     return torch.empty_like(outputs).index_copy_(0, images, outputs)
+
+
+def images_of(x: Tensor, images: Tensor) -> Tensor:
+    """Some images of a batch in its memory format, which `index_select` alone would not keep."""
+    if x.is_contiguous():
+        return x.index_select(0, images)
+    return x.permute(0, 2, 3, 1).index_select(0, images).permute(0, 3, 1, 2)
+
+
+def roughly(count: int) -> int:
+    """The next of a few numbers that is not smaller: eight from one power of two to the next."""
+    step = max(1, 2 ** (count.bit_length() - 4))
+    return -(-count // step) * step
 
 
 @cache

@@ -1,6 +1,7 @@
 """What a sweep is to train: runs from one small file."""
 
 import dataclasses
+import fnmatch
 import itertools
 import json
 import os
@@ -18,6 +19,9 @@ from deepmoe.schema import Paths, from_plain
 # "run:dense" as a checkpoint: that of dense, of the same or its only seed; or "run:dense-seed0"
 ANOTHER_RUN = "run:"
 ALL_SEEDS = "runs:"  # "runs:dense" as teachers: dense of all its seeds
+# "lessons:dense" as a teacher: what dense of all its seeds say, written down once for all runs
+LESSONS = "lessons:"
+BETWEEN = ","  # names of the runs that lessons are of, once these are known
 GRID_NAME = "grid.toml"  # a file of this name is called after its folder
 SEED = re.compile(r"-seed\d+$")  # as run_name() writes it
 NAME_CHARACTERS = set(string.ascii_letters + string.digits + "-_.=+")
@@ -30,6 +34,7 @@ class GridFile:
     preset: str  # a name, or a path from the folder of the grid file
     seeds: tuple[int, ...] = (0,)
     jobs: int = 1  # runs side by side
+    views: int = 30  # that lessons are of: see `deepmoe teach`
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of all runs
     # Settings by name; `seeds` among them stands for other seeds than all runs have.
     runs: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -52,7 +57,14 @@ class Run:
     def needs(self) -> list[str]:
         """Names of the runs whose checkpoints it takes."""
         paths = (self.config.train.start, *self.config.train.teachers)
-        return [p.removeprefix(ANOTHER_RUN) for p in paths if p and p.startswith(ANOTHER_RUN)]
+        found = [p.removeprefix(ANOTHER_RUN) for p in paths if p and p.startswith(ANOTHER_RUN)]
+        return [*found, *self.lessons]
+
+    @property
+    def lessons(self) -> list[str]:
+        """Names of the runs whose lessons it takes."""
+        written = [t for t in self.config.train.teachers if t.startswith(LESSONS)]
+        return [name for t in written for name in t.removeprefix(LESSONS).split(BETWEEN)]
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,28 @@ class Grid:
 
     runs: tuple[Run, ...]
     jobs: int
+    views: int = GridFile.views
+
+    def only(self, patterns: Sequence[str]) -> "Grid":
+        """The runs of these names, and those that they need; `*` stands for anything.
+
+        Raises:
+            UserError: for a name that no run has.
+        """
+        wanted: set[str] = set()
+        for pattern in patterns:
+            named = [r.name for r in self.runs if _is_named(r, pattern)]
+            if not named:
+                raise UserError(f"no run is named {pattern!r}")
+            wanted.update(named)
+        for run in reversed(_in_order(self.runs)):
+            if run.name in wanted:
+                wanted.update(run.needs)
+        return dataclasses.replace(self, runs=tuple(r for r in self.runs if r.name in wanted))
+
+
+def _is_named(run: Run, pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (run.name, run.group))
 
 
 def run_name(group: str, seed: int) -> str:
@@ -91,8 +125,11 @@ def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
     """
     file = from_plain(read_toml(path, f"grid {path}"), GridFile)
     seeds = {name: _seeds(path, own.pop("seeds", file.seeds)) for name, own in file.runs.items()}
-    if not file.seeds or file.jobs < 1 or not all([*file.grid.values(), *seeds.values()]):
-        raise UserError(f"{path} needs at least one seed, one job, and one value of each grid key")
+    values = [*file.grid.values(), *seeds.values()]
+    if not file.seeds or min(file.jobs, file.views) < 1 or not all(values):
+        raise UserError(
+            f"{path} needs at least one seed, one job, one view, and one value of each grid key"
+        )
     for key in [*file.settings, *file.grid, *(k for own in file.runs.values() for k in own)]:
         if "." not in key:
             raise UserError(
@@ -112,11 +149,14 @@ def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
                 runs.append(Run(name + label, seeded))
     _check_names(runs)
     for run in runs:
-        if (run.config.train.start or "").startswith(ALL_SEEDS):
-            raise UserError(f"{path}: {ALL_SEEDS} is for teachers, a run starts from one other run")
+        for prefix in (ALL_SEEDS, LESSONS):
+            if (run.config.train.start or "").startswith(prefix):
+                raise UserError(
+                    f"{path}: {prefix} is for teachers, a run starts from one other run"
+                )
     runs = [_with_seeded_needs(run, runs) for run in runs]
-    _check_needs(runs)
-    return Grid(tuple(runs), file.jobs)
+    _in_order(runs)  # tells of those that could never start
+    return Grid(tuple(runs), file.jobs, file.views)
 
 
 def with_checkpoints(
@@ -176,7 +216,9 @@ def _labelled(config: RunConfig, label: str) -> RunConfig:
         return ANOTHER_RUN + group_of(name) + label + (seed.group() if seed else "")
 
     config = with_checkpoints(config, labelled)
-    return with_checkpoints(config, lambda group: ALL_SEEDS + group + label, ALL_SEEDS)
+    for prefix in (ALL_SEEDS, LESSONS):
+        config = with_checkpoints(config, lambda group, p=prefix: p + group + label, prefix)  # type: ignore[misc]
+    return config
 
 
 def _with_seeded_needs(run: Run, runs: list[Run]) -> Run:
@@ -196,8 +238,12 @@ def _with_seeded_needs(run: Run, runs: list[Run]) -> Run:
         own = run.config.train.seed  # where there is no such group, to be told so
         return tuple(ANOTHER_RUN + run_name(group, seed) for seed in seeds_of(group) or [own])
 
+    def lessons_of(group: str) -> str:
+        return LESSONS + BETWEEN.join(p.removeprefix(ANOTHER_RUN) for p in all_seeds(group))
+
     config = with_checkpoints(run.config, seeded)
-    return Run(run.group, with_checkpoints(config, all_seeds, ALL_SEEDS))
+    config = with_checkpoints(config, all_seeds, ALL_SEEDS)
+    return Run(run.group, with_checkpoints(config, lessons_of, LESSONS))
 
 
 def _check_names(runs: list[Run]) -> None:
@@ -214,13 +260,20 @@ def _check_names(runs: list[Run]) -> None:
         raise UserError(f"a run's name does not end in its seed, as {seeded[0]} does")
 
 
-def _check_needs(runs: list[Run]) -> None:
-    """Refuses runs that could never start: they need one that is not there, or each other."""
+def _in_order(runs: Sequence[Run]) -> list[Run]:
+    """Runs after those that they need.
+
+    Raises:
+        UserError: for runs that could never start: they need one that is not there, or each other.
+    """
+    ordered: list[Run] = []
     started: set[str] = set()
     left = list(runs)
     while ready := [run for run in left if set(run.needs) <= started]:
         started |= {run.name for run in ready}
+        ordered += ready
         left = [run for run in left if run not in ready]
     if left:
         run = left[0]
         raise UserError(f"run {run.name} needs {', '.join(run.needs)}, which can't come before it")
+    return ordered

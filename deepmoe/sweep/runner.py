@@ -15,14 +15,15 @@ from deepmoe.console import complain
 from deepmoe.devices import choose_device
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive, user_of
-from deepmoe.sweep.grid import Grid, Run, with_checkpoints
+from deepmoe.sweep.grid import LESSONS, Grid, Run, group_of, with_checkpoints
 from deepmoe.sweep.results import RunResult, add_result, read_results
-from deepmoe.training.fit import changed_keys
+from deepmoe.training.fit import as_pruned, changed_keys
 from deepmoe.training.interrupts import stop_signals
 from deepmoe.training.log import METRICS_NAME, read_metrics
 
 POLL_SECONDS = 0.2
 LOG_NAME = "log.txt"
+TAUGHT = "lessons-"  # what files of lessons are named with, before the group of their teachers
 
 
 def sweep(grid: Grid, out: Path, results: Path, *, command: str, jobs: int | None = None) -> bool:
@@ -54,15 +55,29 @@ def _train(grid: Grid, out: Path, results: Path, command: str, jobs: int) -> Non
     waiting = _waiting(grid, out, results)
     done = {run.name for run in grid.runs} - {run.name for run in waiting}
     going: list[tuple[Run, subprocess.Popen[bytes]]] = []
+    teaching: dict[Path, subprocess.Popen[bytes]] = {}
     former = {s: signal.signal(s, _leave) for s in stop_signals() if s != signal.SIGINT}
     try:
         while waiting or going:
             for run in [run for run in waiting if set(run.needs) <= done]:
-                if len(going) < jobs:
-                    waiting.remove(run)
-                    going.append((run, _start(run, out)))
-                    complain(f"{run.name}: started")
-            if not going:
+                lessons = _lessons(run, out)
+                busy = len(going) + sum(p.poll() is None for p in teaching.values())
+                if busy >= jobs or (lessons in teaching and not lessons.exists()):
+                    continue
+                if lessons is not None and lessons not in teaching and _is_stale(lessons, run, out):
+                    teaching[lessons] = _teach(run, out, lessons, grid.views)
+                    complain(f"{lessons.name}: started")
+                    continue
+                waiting.remove(run)
+                going.append((run, _start(run, out)))
+                complain(f"{run.name}: started")
+            if not going and all(process.poll() is not None for process in teaching.values()):
+                failed = [path for path in teaching if not path.exists()]
+                ready = [run for run in waiting if set(run.needs) <= done]
+                if any(_lessons(run, out) not in failed for run in ready):
+                    continue  # lessons have just been written
+                for path in failed:
+                    complain(f"{path.name}: failed, {_reason(1, _log_of(path))}")
                 complain(f"{', '.join(run.name for run in waiting)}: needs a run that failed")
                 break
             time.sleep(POLL_SECONDS)
@@ -71,9 +86,10 @@ def _train(grid: Grid, out: Path, results: Path, command: str, jobs: int) -> Non
                 if _collect(run, process.returncode, out, results, command):
                     done.add(run.name)
     finally:
-        for _, process in going:  # they save a checkpoint, to go on from next time
+        started = [*(process for _, process in going), *teaching.values()]
+        for process in started:  # they save a checkpoint, to go on from next time
             process.terminate()
-        for _, process in going:
+        for process in started:
             process.wait()
         for number, handler in former.items():
             signal.signal(number, handler)
@@ -132,7 +148,8 @@ def _is_trained(run: Run, out: Path) -> bool:
     if not path.exists():
         return False
     config, state = read_progress(path)
-    return state.epoch == config.train.total_epochs and not changed_keys(config, run.config)
+    now = as_pruned(run.config, path)
+    return state.epoch == config.train.total_epochs and not changed_keys(config, now)
 
 
 def _check_begun(run: Run, out: Path) -> None:
@@ -142,7 +159,9 @@ def _check_begun(run: Run, out: Path) -> None:
         return
 
     def taken(paths: tuple[str | None, ...]) -> list[tuple[str, ...]]:
-        return [Path(p).parts[-2:] for p in paths if p]  # the folder of all runs may have moved
+        # The folder of all runs may have moved; lessons lie in it, checkpoints a folder below.
+        found = [Path(p).parts for p in paths if p]
+        return [parts[-1:] if parts[-1].startswith(TAUGHT) else parts[-2:] for parts in found]
 
     begun, now = read_progress(path)[0].train, _resolved(run, out).train
     if taken((begun.start, *begun.teachers)) != taken((now.start, *now.teachers)):
@@ -154,10 +173,38 @@ def _start(run: Run, out: Path) -> "subprocess.Popen[bytes]":
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "sweep.toml"
     config.write_text(config_to_toml(_resolved(run, out)), encoding="utf-8")
-    command = [sys.executable, "-m", "deepmoe", "train", str(config)]
-    with (folder / LOG_NAME).open("ab") as log:
+    return _launch(["train", str(config), "--resume", "--out", str(folder)], folder / LOG_NAME)
+
+
+def _teach(run: Run, out: Path, lessons: Path, views: int) -> "subprocess.Popen[bytes]":
+    lessons.unlink(missing_ok=True)
+    checkpoints = [str(_last_checkpoint(out, name)) for name in run.lessons]
+    root = f"data.root={run.config.data.root}"
+    options = ["--views", str(views), "--out", str(lessons), "--set", root]
+    return _launch(["teach", *checkpoints, *options], _log_of(lessons))
+
+
+def _lessons(run: Run, out: Path) -> Path | None:
+    """The file of the lessons that a run takes, if it takes any."""
+    return out / f"{TAUGHT}{group_of(run.lessons[0])}.safetensors" if run.lessons else None
+
+
+def _is_stale(lessons: Path, run: Run, out: Path) -> bool:
+    """Whether lessons are still to be written, or older than one of the networks they are of."""
+    if not lessons.exists():
+        return True
+    written = lessons.stat().st_mtime_ns
+    return any(_last_checkpoint(out, name).stat().st_mtime_ns > written for name in run.lessons)
+
+
+def _log_of(lessons: Path) -> Path:
+    return lessons.with_suffix(".log")
+
+
+def _launch(arguments: list[str], log_file: Path) -> "subprocess.Popen[bytes]":
+    with log_file.open("ab") as log:
         return subprocess.Popen(
-            [*command, "--resume", "--out", str(folder)],
+            [sys.executable, "-m", "deepmoe", *arguments],
             stdout=log,
             stderr=subprocess.STDOUT,
             # A Ctrl-C is for this process alone: it asks the runs to stop, once, and they save.
@@ -195,7 +242,8 @@ def _reason(code: int, log: Path) -> str:
 
 def _resolved(run: Run, out: Path) -> RunConfig:
     """Its configuration, with paths for the checkpoints of other runs."""
-    return with_checkpoints(run.config, lambda name: str(_last_checkpoint(out, name)))
+    config = with_checkpoints(run.config, lambda name: str(_last_checkpoint(out, name)))
+    return with_checkpoints(config, lambda _: str(_lessons(run, out)), LESSONS)
 
 
 def _last_checkpoint(out: Path, name: str) -> Path:

@@ -23,10 +23,11 @@ from deepmoe.processes import from_first_process
 from deepmoe.registry import config_of
 from deepmoe.sources import is_source
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
+from deepmoe.training.lessons import TaughtLoader, only_lessons
 from deepmoe.training.log import METRICS_NAME, RunLog, read_metrics
 from deepmoe.training.teachers import load_teachers
 from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer, prepared
-from deepmoe.training.warm_start import start_from
+from deepmoe.training.warm_start import pruned_start, prunes, start_from
 
 DEFAULT_OUT = "runs/fit"
 
@@ -119,6 +120,7 @@ def _fit_configured(
 ) -> FitResult:
     fabric = make_fabric(config.train, devices=devices, nodes=nodes)
     check_folder(Path(out), resume=resume, overwrite=overwrite)
+    config = as_pruned(config, CheckpointStore(Path(out), keep=0).last if resume else None)
     data = open_data(
         config.data,
         batch_size=config.train.batch_size,
@@ -147,6 +149,8 @@ def _fit_given(
 ) -> FitResult:
     if not isinstance(config, RunConfig):
         raise UserError(f"fit takes a RunConfig after the datasets, not a {type(config).__name__}")
+    if prunes(config):
+        raise UserError("a model of your own is pruned before fit: by deepmoe.pruning.prune")
     config = config_of(model, replace(config, data=replace(config.data, name=GIVEN)))
     fabric = make_fabric(config.train, devices=devices, nodes=nodes)
     check_folder(Path(out), resume=resume, overwrite=overwrite)
@@ -179,15 +183,22 @@ def _run(
     train = config.train
     store = CheckpointStore(out, train.keep_checkpoints)
     count_costs(model, data.info.size)  # tells at once if the images are too small for the network
+    resumed = resume and store.last.exists()
+    if train.start is not None and not resumed:
+        start_from(train.start, model, data.info, config)
+        if prunes(config):
+            model, config = pruned_start(model, config, data)
     optimizer = make_optimizer(model, config)
     state, notes = TrainState(), []
-    if resume and store.last.exists():
+    if resumed:
         state, begun = _restore(store.last, config, model, optimizer)
         if (begun.start, begun.teachers) != (train.start, train.teachers):
             notes.append("goes on with another train.start or train.teacher than it was begun with")
-    elif train.start is not None:
-        start_from(train.start, model, data.info, config)
-    teachers = load_teachers(model, data.info, config)
+    lessons = only_lessons(train.teachers)
+    if lessons is not None:
+        taught = TaughtLoader(lessons, data.train, data.info)
+        data = replace(data, train=taught)  # type: ignore[arg-type]
+    teachers = None if lessons is not None else load_teachers(model, data.info, config)
     if train.sync_bn:
         synchronise_bn(model, fabric)
     trainer = Trainer(config, fabric, model, optimizer, data, store, state, teachers)
@@ -213,6 +224,20 @@ def _run(
                 log.tell(note)
         result = trainer.run(log)
     return FitResult(model, result, data, store.last, out / METRICS_NAME)
+
+
+def as_pruned(config: RunConfig, last: Path | None) -> RunConfig:
+    """The configuration with the widths that pruning has found when the run was begun.
+
+    Before that they are not known, whatever a configuration says that an earlier run has left.
+    """
+    begun = read_progress(last)[0] if last is not None and last.exists() else None
+    model, embedding = config.model, config.embedding
+    if config.train.prune is not None:
+        model = replace(model, kept=None if begun is None else begun.model.kept)
+    if embedding.prune is not None:
+        embedding = replace(embedding, kept=None if begun is None else begun.embedding.kept)
+    return replace(config, model=model, embedding=embedding)
 
 
 @contextlib.contextmanager
@@ -256,6 +281,8 @@ def _restore(
         model.codebook = checkpoint.model.codebook.to(next(model.parameters()).device)
     if checkpoint.model.thresholds is not None:
         model.thresholds = checkpoint.model.thresholds.to(next(model.parameters()).device)
+    if checkpoint.model.exit_at is not None:
+        model.exit_at = checkpoint.model.exit_at.to(next(model.parameters()).device)
     model.to(next(checkpoint.model.parameters()).dtype)
     model.load_state_dict(checkpoint.model.state_dict())
     for name, parameter in model.named_parameters():
@@ -300,4 +327,4 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 def _title(config: RunConfig, model: DeepMoE) -> str:
     name = config.model.name if config.model.name != GIVEN else type(model.network).__name__
-    return f"{name} {'dense' if config.model.gates == 'none' else 'deepmoe'}"
+    return f"{name} {'dense' if model.embedding is None else 'deepmoe'}"

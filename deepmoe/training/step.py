@@ -1,5 +1,6 @@
 """One training step: forward, backward and update, launched one by one or as one CUDA graph."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,14 +39,20 @@ class Objective(nn.Module):
         self.teacher = teacher
 
     def forward(
-        self, x_BCHW: Tensor, labels: Tensor, sparsity: Tensor, embedding_weight: Tensor
+        self,
+        sparsity: Tensor,
+        embedding_weight: Tensor,
+        x_BCHW: Tensor,
+        labels: Tensor,
+        teacher_logits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Gates | None]:
         """Returns the loss, the batch's share of an epoch's sums, and the gates.
 
         The figures are the loss's parts, hits, counted labels and 1.
         """
         output = self.model(x_BCHW)
-        teacher_logits = None if self.teacher is None else self.teacher(x_BCHW)
+        if self.teacher is not None:
+            teacher_logits = self.teacher(x_BCHW)
         parts = self.loss.weighted(output, labels, sparsity, embedding_weight, teacher_logits)
         counted = labels != self.loss.ignore_index
         hits = ((output.logits.argmax(dim=1) == labels) & counted).sum()
@@ -71,29 +78,36 @@ class EagerStep:
         self.sparsity, self.embedding_weight = torch.zeros(2, device=fabric.device).unbind()
 
     def __call__(
-        self, x_BCHW: Tensor, labels: Tensor, rate: float, sparsity: float, embedding_weight: float
+        self, batch: Sequence[Tensor], rate: float, sparsity: float, embedding_weight: float
     ) -> StepResult:
-        """Trains with this learning rate, lambda and mu."""
+        """Trains with this learning rate, lambda and mu.
+
+        Args:
+            batch: images, labels, and what teachers said of them where that is known already.
+            rate: the learning rate.
+            sparsity: lambda.
+            embedding_weight: mu.
+        """
         self.sparsity.fill_(sparsity)
         self.embedding_weight.fill_(embedding_weight)
         self.set_rate(rate)
-        return self.run(x_BCHW, labels)
+        return self.run(*batch)
 
     def set_rate(self, rate: float) -> None:
         """Sets the learning rate of all parameters, each group's in its own unit."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
 
-    def run(self, x_BCHW: Tensor, labels: Tensor) -> StepResult:
+    def run(self, *batch: Tensor) -> StepResult:
         """Trains with the rate and weights that are set."""
-        total, figures, gates = self.forward(x_BCHW, labels)
+        total, figures, gates = self.forward(*batch)
         self.backward(total)
         self.optimizer.step()
         return StepResult(figures, gates)
 
-    def forward(self, x_BCHW: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Gates | None]:
+    def forward(self, *batch: Tensor) -> tuple[Tensor, Tensor, Gates | None]:
         """The objective of a batch."""
-        return self.objective(x_BCHW, labels, self.sparsity, self.embedding_weight)
+        return self.objective(self.sparsity, self.embedding_weight, *batch)
 
     def backward(self, total: Tensor) -> None:
         """Gradients of this batch alone."""
@@ -120,12 +134,11 @@ class GraphedStep(EagerStep):
         for group in self.optimizer.param_groups:
             group["lr"].fill_(rate * group["lr_scale"])
 
-    def run(self, x_BCHW: Tensor, labels: Tensor) -> StepResult:
+    def run(self, *batch: Tensor) -> StepResult:
         if self.captured is None and self.plain_steps >= WARM_UP:
-            inputs = (x_BCHW, labels)
-            self.captured = CapturedCall(super().run, inputs, self.stream, warm_up=False)
-        if self.captured is not None and x_BCHW.shape == self.captured.inputs[0].shape:
-            return self.captured(x_BCHW, labels)
+            self.captured = CapturedCall(super().run, batch, self.stream, warm_up=False)
+        if self.captured is not None and batch[0].shape == self.captured.inputs[0].shape:
+            return self.captured(*batch)
         # On the stream of the capture, where autograd then finds what it has set up.
         self.plain_steps += 1
-        return run_on(self.stream, super().run, x_BCHW, labels)
+        return run_on(self.stream, super().run, *batch)

@@ -42,11 +42,16 @@ def load_teachers(model: DeepMoE, info: DataInfo, config: RunConfig) -> Teachers
         trained = load_trained("train.teacher", path, model, info, config)
         if trained.info.class_names != info.class_names:
             raise UserError(f"{path} tells other classes apart: its labels have other names")
-        network = trained.model.to(parameter.device, parameter.dtype)
-        if parameter.is_cuda:
-            network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        networks.append(network)
+        networks.append(beside(trained.model.to(parameter.dtype), parameter.device))
     return Teachers(networks).requires_grad_(False).eval() if networks else None
+
+
+def beside(network: DeepMoE, device: torch.device) -> DeepMoE:
+    """A teacher on a device, in the memory format that is fast there."""
+    network.to(device)
+    if device.type == "cuda":
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return network
 
 
 def load_trained(

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepmoe.budget import MacsBudget
 from deepmoe.checkpoint import CheckpointStore, TrainState, save_checkpoint
 from deepmoe.config import RunConfig
-from deepmoe.costs import count_costs, count_macs
+from deepmoe.costs import count_macs, dense_macs
 from deepmoe.data import Batch, DataInfo, DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import OutputClosed, TrainingDiverged, TrainingInterrupted, UserError
@@ -183,11 +183,11 @@ class Trainer:
             sums += self.looked_at * self.fabric.is_global_zero
         done = self.state.batch
         try:
-            for x_BCHW, labels in self._training_batches(epoch, done):
+            for batch in self._training_batches(epoch, done):
                 # Noise in the model depends on seed and batch alone: a resumed run repeats it.
                 torch.manual_seed(derive_seed(train.seed, epoch, done, 1))
                 now = epoch + done / loader.batches_per_epoch
-                figures, gates = step(x_BCHW, labels, learning_rate(train, now), *loss.weights(now))
+                figures, gates = step(batch, learning_rate(train, now), *loss.weights(now))
                 done += 1
                 if self.budget is not None and gates is not None and not stage.frozen:
                     part = (epoch + done / loader.batches_per_epoch) / train.epochs
@@ -285,7 +285,7 @@ class Trainer:
         if gates is not None:
             size = self.data.info.size
             macs = count_macs(self.model, size, gates).double().mean().item()
-            figures["macs_share"] = macs / count_costs(self.model, size).macs
+            figures["macs_share"] = macs / dense_macs(self.model, size)
         return figures
 
     def _check_loss(self, recent: Tensor) -> None:

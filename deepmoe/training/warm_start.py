@@ -1,12 +1,19 @@
 """Warm starts: the weights of a trained network to begin with."""
 
+from dataclasses import replace
+
+from torch import nn
+
 from deepmoe.config import RunConfig
-from deepmoe.data import DataInfo
+from deepmoe.data import DataInfo, DataSource
 from deepmoe.errors import UserError
 from deepmoe.graph import channel_strengths
 from deepmoe.layers import GateHeads
 from deepmoe.model import DeepMoE
+from deepmoe.network_embedding import NetworkEmbedding
+from deepmoe.pruning import prune
 from deepmoe.training.teachers import load_trained
+from deepmoe.training.trainer import make_model
 
 
 def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> None:
@@ -32,12 +39,56 @@ def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> 
         raise UserError(f"the base network of {path} has other layers or widths") from error
     if isinstance(model.heads, GateHeads) and not start.gated:
         model.heads.order_by_strength(channel_strengths(model.network, model.gating))
-    if not model.gated or not start.gated:
-        return
     try:
-        for module, trained in zip(model.routing_modules(), start.routing_modules(), strict=True):
-            module.load_state_dict(trained.state_dict())
+        for module, trained in zip(_routing(model), _routing(start), strict=True):
+            if module is not None and trained is not None:
+                module.load_state_dict(trained.state_dict())
     except RuntimeError as error:
         raise UserError(f"embedding or gates of {path} have another form or size") from error
     if start.thresholds is not None:
         model.thresholds = start.thresholds.to(next(model.parameters()))
+
+
+def prunes(config: RunConfig) -> bool:
+    """Whether a run removes channels of its start, for the base network or for the embedding."""
+    return config.train.prune is not None or config.embedding.prune is not None
+
+
+def pruned_start(model: DeepMoE, config: RunConfig, data: DataSource) -> tuple[DeepMoE, RunConfig]:
+    """What is left of a started model by `train.prune` and `embedding.prune`.
+
+    Args:
+        model: with the start's weights.
+        config: of the run.
+        data: of the run; channels are judged by its training images.
+
+    Returns:
+        The model, and the configuration that `model_from_config` makes such a one of.
+    """
+    train, size = config.train, data.info.size
+    network = DeepMoE(None, None, model.network, model.gating, source=model.source)
+
+    def left(share: float) -> DeepMoE:
+        return prune(network, size, share, data.train, by=train.prune_by, tilt=train.prune_tilt)
+
+    weights = {"network": model.network, "embedding": model.embedding}
+    if train.prune is not None:
+        small = left(train.prune)
+        weights["network"] = small.network
+        config = replace(config, model=replace(config.model, kept=small.source.kept))
+    if config.embedding.prune is not None:
+        first = left(config.embedding.prune)
+        kept = first.source.kept
+        weights["embedding"] = NetworkEmbedding(first.network, first.gating.graph, kept=kept)
+        config = replace(config, embedding=replace(config.embedding, kept=kept))
+    pruned = make_model(config, data.info, next(model.parameters()).device)
+    for name, module in weights.items():
+        if module is not None:
+            pruned.get_submodule(name).load_state_dict(module.state_dict())
+    if isinstance(pruned.heads, GateHeads):
+        pruned.heads.order_by_strength(channel_strengths(pruned.network, pruned.gating))
+    return pruned, config
+
+
+def _routing(model: DeepMoE) -> tuple[nn.Module | None, ...]:
+    return model.embedding, model.heads

@@ -1,11 +1,21 @@
 import dataclasses
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from deepmoe.analysis import activity_by_class
+from deepmoe.analysis import Contender, activity_by_class, write_report
 from deepmoe.analysis.plots import as_data_uri, gate_heatmap, loss_curves, macs_histogram
-from deepmoe.evaluation import GateRecord
+from deepmoe.config import EmbeddingConfig, RunConfig
+from deepmoe.costs import count_costs, count_macs
+from deepmoe.evaluation import GateRecord, collect_gates, evaluate
+from deepmoe.model import DeepMoE, confidence
+from deepmoe.registry import create_model
+
+BATCHES = [(torch.randn(n, 3, 16, 16), torch.randint(10, (n,))) for n in (5, 3)]
 
 
 @pytest.fixture
@@ -51,3 +61,57 @@ def test_curves_of_every_run() -> None:
     loss, accuracy = loss_curves({"dense": joint, "deepmoe": frozen}).axes
     assert [len(x.get_xdata()) for x in loss.lines] == [2, 2, 3, 3]
     assert [t.get_text() for t in accuracy.get_legend().get_texts()] == ["dense", "deepmoe"]
+
+
+def leaving(gates: str | None) -> DeepMoE:
+    """A model whose embedding answers five of the images in BATCHES."""
+    model = create_model(
+        "resnet20",
+        classes=10,
+        widths=[4] * 9,
+        gates=gates,
+        exits=True,
+        embedding=EmbeddingConfig(widths=(4, 8)),
+    ).eval()
+    nn.init.normal_(model.embedding.project.weight, std=5.0)
+    with torch.no_grad():
+        sure = torch.cat([confidence(model(x).embedding_logits) for x, _ in BATCHES])
+    model.exit_at = sure.median()
+    return model
+
+
+def test_images_that_the_embedding_answers_run_no_channels() -> None:
+    model = leaving("inner")
+    record = collect_gates(model, BATCHES, tuple("abcdefghij"))
+    assert record.exited.sum() == 5
+    for gates in record.gates:
+        np.testing.assert_array_equal((gates == 0).all(axis=1), record.exited)
+    assert set(record.macs[record.exited]) == {count_costs(model, 16).embedding_macs}
+    assert set(record.macs[~record.exited]) == {count_macs(model, 16)}
+
+
+@pytest.mark.parametrize("gates", [None, "inner"])
+def test_a_report_tells_what_the_embedding_has_answered(gates: str | None, tmp_path: Path) -> None:
+    model = leaving(gates)
+    dense = create_model("resnet20", classes=10, widths=[4] * 9, gates=None)
+    line = {"epoch": 1, "stage": "joint", "task_loss": 1.0, "evaluation_loss": 2.0, "accuracy": 0.5}
+    contenders = [
+        Contender(name, evaluate(made, BATCHES), [line])
+        for name, made in (("dense", dense), ("leaving", model))
+    ]
+    record = collect_gates(model, BATCHES, tuple("abcdefghij"))
+    predictions = record.labels.copy()
+    predictions[np.flatnonzero(record.exited)[0]] += 1  # one of the five is wrong
+    record = dataclasses.replace(record, predictions=predictions)
+
+    def page(compared: list[Contender], shown: GateRecord) -> str:
+        write_report(tmp_path / "page.html", compared, shown, RunConfig(), "test")
+        return re.sub(r"\s+", " ", (tmp_path / "page.html").read_text())
+
+    text = page(contenders, record)
+    assert "has answered 5 of 8 images (62.5%), 80.00% of them rightly" in text
+    assert "<th>exit rate</th>" in text
+    assert "<td>-</td></tr>" in text and "<td>62.5%</td></tr>" in text
+    assert ("Gate heat map" in text) == (gates is not None)
+    without = page(contenders[:1], dataclasses.replace(record, exited=None))
+    assert "answered" not in without

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from deepmoe.config import DataConfig
 from deepmoe.data import BatchLoader, DataInfo, Shard, Split, open_data
-from deepmoe.data.augment import random_crop, random_mirror
+from deepmoe.data.augment import look_at, random_views
 from deepmoe.errors import UserError
 
 INFO = DataInfo(("a", "b"), (6, 6), (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
@@ -88,18 +88,20 @@ def cut_out(padded: Tensor, crop: Tensor) -> list[tuple[int, int]]:
 
 def test_random_crop_cuts_each_image_at_its_own_place() -> None:
     images = torch.randint(1, 256, (50, 3, 6, 6), dtype=torch.uint8)
-    crops = random_crop(images, 2, torch.Generator().manual_seed(0))
+    views = random_views(len(images), 2, False, torch.Generator().manual_seed(0))
+    crops = look_at(images, views, 2)
     assert crops.shape == images.shape
     padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
     places = [cut_out(p, c) for p, c in zip(padded, crops, strict=True)]
     assert all(places)
     assert len({p[0] for p in places}) > 15  # of 25 possible
-    assert random_crop(images, 0, torch.Generator()) is images
+    assert look_at(images, random_views(len(images), 0, False, torch.Generator()), 0) is images
 
 
 def test_random_mirror_flips_about_half() -> None:
     images = torch.randint(0, 256, (100, 3, 6, 6), dtype=torch.uint8)
-    mirrored = random_mirror(images, torch.Generator().manual_seed(0))
+    views = random_views(len(images), 0, True, torch.Generator().manual_seed(0))
+    mirrored = look_at(images, views, 0)
     flipped = [torch.equal(m, i.flip(2)) for m, i in zip(mirrored, images, strict=True)]
     same = [torch.equal(m, i) for m, i in zip(mirrored, images, strict=True)]
     assert all(f or s for f, s in zip(flipped, same, strict=True))

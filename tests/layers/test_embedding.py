@@ -1,11 +1,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import counted_macs
+from helpers import counted_macs, randomise_statistics
 
+from deepmoe.config import EmbeddingConfig
 from deepmoe.errors import UserError
 from deepmoe.layers import ShallowEmbedding
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
+from deepmoe.registry import config_of, create_model
+from deepmoe.sparse.embedding import fast_embedding
 
 
 @pytest.mark.parametrize("form", ["classes", "latent"])
@@ -86,3 +89,32 @@ def test_the_task_teaches_the_embedding_or_not(form: str, task_gradient: bool) -
     assert e.requires_grad == task_gradient
     logits.square().sum().backward()  # its own loss always does
     assert embedding.project.weight.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("shrink", "side"), [(2, 16), (2, 15), (3, 16), (4, 3)])
+@pytest.mark.parametrize("form", ["classes", "latent"])
+def test_it_may_look_at_means_of_pixels(form: str, shrink: int, side: int) -> None:
+    shrunk = ShallowEmbedding(5, form=form, dim=4, widths=(6, 8), shrink=shrink)
+    randomise_statistics(shrunk.eval())
+    plain = ShallowEmbedding(5, form=form, dim=4, widths=(6, 8)).eval()
+    plain.load_state_dict(shrunk.state_dict())
+    x = torch.randn(3, 3, side, side + 2)
+    # What is left over at the right and at the bottom has a mean of its own.
+    rows = torch.stack([r.mean(dim=2) for r in x.split(shrink, dim=2)], dim=2)
+    small = torch.stack([c.mean(dim=3) for c in rows.split(shrink, dim=3)], dim=3)
+    for found, expected in zip(shrunk(x), plain(small), strict=True):
+        torch.testing.assert_close(found, expected)
+    height, width = -(-side // shrink), -(-(side + 2) // shrink)
+    assert shrunk.macs(side, side + 2) == plain.macs(height, width)
+    assert shrunk.macs(side, side + 2) == counted_macs(shrunk, x[:1])
+    for found, expected in zip(fast_embedding(shrunk, torch.float32)(x), shrunk(x), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_is_made_with_it_and_saved_with_it() -> None:
+    shrunk = EmbeddingConfig(widths=(4, 8), shrink=2)
+    model = create_model("resnet20", classes=5, widths=[4] * 9, embedding=shrunk)
+    assert model.embedding.shrink == 2
+    assert config_of(model).embedding == shrunk
+    assert create_model("resnet20", classes=5, widths=[4] * 9).embedding.shrink == 1

@@ -32,7 +32,7 @@ def model_of(config: RunConfig) -> DeepMoE:
 def test_no_random_number_is_drawn(digits) -> None:
     objective, nothing = Objective(model_of(tiny_config()), DeepMoELoss()), torch.zeros(())
     torch.manual_seed(3)
-    objective(*digits, nothing, nothing)
+    objective(nothing, nothing, *digits)
     drawn = torch.rand(())
     torch.manual_seed(3)
     assert torch.rand(()) == drawn
