@@ -1,13 +1,16 @@
 """Fills the generated parts of the documents: tables from the code and from results, and plots.
 
 A generated part stands between `<!-- NAME -->` and `<!-- /NAME -->`; an experiment's name stands
-for the table of its runs. Run by `make docs`; a test fails while a part is out of date.
+for the table of its runs. Run by `make docs`; a test fails while a part is out of date. With names
+of documents, only those are filled.
 """
 
 import io
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -153,7 +156,7 @@ def as_svg(curves: dict[str, list[dict[str, Any]]]) -> str:
 
 
 if __name__ == "__main__":
-    for document in DOCUMENTS:
+    for document in [Path(name) for name in sys.argv[1:]] or DOCUMENTS:
         document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
     for path, curves in PLOTS.items():
         path.write_text(as_svg(curves()), encoding="utf-8")

@@ -26,7 +26,6 @@ SMALL = (
     ("target", "init", "form"),
     [
         (0.3, "ones", "classes"),
-        (0.5, "uniform(-0.5, 1)", "classes"),
         (0.7, "normal(1, 0.5)", "classes"),
         (0.5, "uniform(-2, 0.2)", "classes"),  # starts with nearly everything closed
         (0.5, "normal(1, 0.3)", "latent"),

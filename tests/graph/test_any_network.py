@@ -1,6 +1,7 @@
 """Networks that others have written: gates are put in by one line, and every promise is tried."""
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -54,8 +55,13 @@ def sizes(name: str) -> tuple[tuple[int, int], tuple[int, int]]:
     return SIZES.get(name, (SIZE, OTHER_SIZE))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model(name: str, sizes) -> DeepMoE:
+    return gated(name, sizes[0])
+
+
+@functools.lru_cache(maxsize=2)
+def gated(name: str, size: tuple[int, int]) -> DeepMoE:
     """Captured once for all tests of a network: that takes seconds."""
     torch.manual_seed(0)
     make = NETWORKS.get(name, ThreeConvolutions)
@@ -63,7 +69,7 @@ def model(name: str, sizes) -> DeepMoE:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=".* stays ungated.*: it reaches layernorm")
-        return deepmoe.gate(network, torch.randn(2, 3, *sizes[0]))
+        return deepmoe.gate(network, torch.randn(2, 3, *size))
 
 
 def under_all_gates(model: DeepMoE) -> DeepMoE:
