@@ -19,6 +19,10 @@ GIVEN: Literal["given"] = (
     "given"  # the name of a network, or of data, that was handed over in Python
 )
 
+PruneBy = Literal[
+    "taylor", "strength", "li", "li-greedy", "he", "thinet", "sss", "slimming", "depgraph"
+]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -128,11 +132,10 @@ class TrainConfig:
     start: str | None = None
     # Share of the dense MACs to which the start's least important channels are removed, for good.
     prune: float | None = None
-    # What channels are judged by: what the loss feels of them, or their weights alone.
-    prune_by: Literal["taylor", "strength"] = "taylor"
-    prune_tilt: float = (
-        0.5  # 0: the same share of every group stays; 1: by worth for each MAC alone
-    )
+    prune_widths: tuple[int, ...] | None = None  # or: channels to leave of each group
+    prune_by: PruneBy = "taylor"  # which ones go: a method of deepmoe.compare
+    # taylor, strength: 0 leaves the same share of every group, 1 goes by worth for each MAC alone.
+    prune_tilt: float = 0.5
     # Checkpoints whose mean output is learnt from, or what `deepmoe teach` has written of it.
     teacher: Paths | None = None
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
@@ -155,6 +158,11 @@ class TrainConfig:
     def total_epochs(self) -> int:
         """Of both stages."""
         return self.epochs + self.finetune_epochs
+
+    @property
+    def prunes(self) -> bool:
+        """Whether channels of the start are removed for good."""
+        return self.prune is not None or self.prune_widths is not None
 
     @property
     def teachers(self) -> tuple[str, ...]:
@@ -202,6 +210,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "train.weight_decay": (0, 1e3),
     "train.seed": (0, 2**32 - 1),
     "train.prune": (TINY, 1),
+    "train.prune_widths": (1, 1e6),
     "train.prune_tilt": (0, 1),
     "train.target_macs": (TINY, 1e18),
     "train.budget_ramp": (0, 1),
@@ -255,8 +264,10 @@ class RunConfig:
             raise UserError("set both train.teacher and loss.distillation, or neither")
         if self.train.teacher is None and self.loss.embedding_distillation:
             raise UserError("loss.embedding_distillation needs a train.teacher")
-        if self.train.prune is not None and self.train.start is None:
+        if self.train.prunes and self.train.start is None:
             raise UserError("train.prune removes channels of what train.start names: set that, too")
+        if self.train.prune is not None and self.train.prune_widths is not None:
+            raise UserError("set train.prune or train.prune_widths, not both")
         embedding = self.embedding
         if embedding.form != "network" and (embedding.prune or embedding.kept):
             raise UserError('embedding.prune is for embedding.form = "network"')
@@ -270,7 +281,7 @@ class RunConfig:
             raise UserError("train.epochs and train.finetune_epochs must not both be 0")
         if not self.train.epochs and self.train.start is None:
             raise UserError("without a joint stage (train.epochs = 0), set train.start")
-        pruned = self.train.prune is not None or embedding.prune is not None
+        pruned = self.train.prunes or embedding.prune is not None
         if not self.train.epochs and pruned and self.model.gates != "none":
             raise UserError("pruning leaves gates to be learnt anew: that needs train.epochs")
         if self.train.codes is not None and not self.train.finetune_epochs:

@@ -32,7 +32,7 @@ STILL = (*ONE_EPOCH, "train.lr=1e-12", "train.weight_decay=0")
 def _few_are_judged() -> Iterator[None]:
     """Runs judge channels by fewer images than they would, to be done soon."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepmoe.pruning.JUDGED_IMAGES", 256)
+        patch.setattr("deepmoe.compare.taylor.JUDGED_IMAGES", 256)
         yield
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from deepmoe.compare.widths import widths_for
 from deepmoe.config import RunConfig, load_config
 from deepmoe.costs import cost_matrix, count_costs, count_macs, dense_macs, macs_of_counts
 from deepmoe.data import DataInfo, open_data
@@ -21,7 +22,7 @@ from deepmoe.errors import TrainingInterrupted, UserError
 from deepmoe.evaluation.importance import channel_importance
 from deepmoe.graph import Gating, channel_strengths, describe, prunable
 from deepmoe.model import DeepMoE
-from deepmoe.pruning import prune, widths_for
+from deepmoe.pruning import prune
 from deepmoe.registry import config_of, create_model
 from deepmoe.training import FitResult, fit
 from deepmoe.training.trainer import Trainer
@@ -92,7 +93,7 @@ def test_importance_is_what_the_loss_feels_of_a_gate_at_temperature_4() -> None:
 def _few_are_judged() -> Iterator[None]:
     """Runs judge channels by fewer images than they would, to be done soon."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deepmoe.pruning.JUDGED_IMAGES", 256)
+        patch.setattr("deepmoe.compare.taylor.JUDGED_IMAGES", 256)
         yield
 
 

@@ -427,7 +427,7 @@ def commands(monkeypatch) -> list[list[str]]:
     fake = SimpleNamespace(Popen=Noted, STDOUT=subprocess.STDOUT)
     monkeypatch.setattr("deepmoe.sweep.runner.subprocess", fake)
     monkeypatch.setattr("deepmoe.sweep.runner.POLL_SECONDS", 0.0)
-    monkeypatch.setattr("deepmoe.pruning.JUDGED_IMAGES", 64)
+    monkeypatch.setattr("deepmoe.compare.taylor.JUDGED_IMAGES", 64)
     return started
 
 

@@ -4,6 +4,7 @@ from deepmoe.graph.capture import evaluation_mode
 from deepmoe.graph.gating import (
     Gating,
     NothingToGate,
+    check_kept,
     choose,
     open_groups,
     prunable,
@@ -21,6 +22,7 @@ __all__ = [
     "Layer",
     "NothingToGate",
     "channel_strengths",
+    "check_kept",
     "choose",
     "describe",
     "evaluation_mode",

@@ -325,6 +325,15 @@ def with_kept(
     if kept is None:
         return network, graph
     gating = prunable(graph)
+    check_kept(kept, gating)
+    with torch.device("cpu"):  # numbers of channels are needed, also of a network without weights
+        masks = [torch.arange(w) < n for w, n in zip(gating.widths, kept, strict=True)]
+        small, left, _ = gating.narrow(network, masks)
+    return small, left.graph
+
+
+def check_kept(kept: Sequence[int], gating: Gating) -> None:
+    """Refuses numbers of channels that can't be left of the groups that a gating covers."""
     fits = len(kept) == len(gating.widths) and all(
         1 <= left <= width for left, width in zip(kept, gating.widths, strict=True)
     )
@@ -333,10 +342,6 @@ def with_kept(
             f"kept is one number for each of {len(gating.widths)} groups of channels, "
             f"at most {list(gating.widths)}"
         )
-    with torch.device("cpu"):  # numbers of channels are needed, also of a network without weights
-        masks = [torch.arange(w) < n for w, n in zip(gating.widths, kept, strict=True)]
-        small, left, _ = gating.narrow(network, masks)
-    return small, left.graph
 
 
 def open_groups(graph: Graph, where: str) -> list[int]:

@@ -233,7 +233,7 @@ def as_pruned(config: RunConfig, last: Path | None) -> RunConfig:
     """
     begun = read_progress(last)[0] if last is not None and last.exists() else None
     model, embedding = config.model, config.embedding
-    if config.train.prune is not None:
+    if config.train.prunes:
         model = replace(model, kept=None if begun is None else begun.model.kept)
     if embedding.prune is not None:
         embedding = replace(embedding, kept=None if begun is None else begun.embedding.kept)

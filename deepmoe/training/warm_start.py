@@ -51,7 +51,7 @@ def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> 
 
 def prunes(config: RunConfig) -> bool:
     """Whether a run removes channels of its start, for the base network or for the embedding."""
-    return config.train.prune is not None or config.embedding.prune is not None
+    return config.train.prunes or config.embedding.prune is not None
 
 
 def pruned_start(model: DeepMoE, config: RunConfig, data: DataSource) -> tuple[DeepMoE, RunConfig]:
@@ -68,12 +68,21 @@ def pruned_start(model: DeepMoE, config: RunConfig, data: DataSource) -> tuple[D
     train, size = config.train, data.info.size
     network = DeepMoE(None, None, model.network, model.gating, source=model.source)
 
-    def left(share: float) -> DeepMoE:
-        return prune(network, size, share, data.train, by=train.prune_by, tilt=train.prune_tilt)
+    def left(share: float | None, widths: tuple[int, ...] | None = None) -> DeepMoE:
+        return prune(
+            network,
+            size,
+            share,
+            data.train,
+            by=train.prune_by,
+            tilt=train.prune_tilt,
+            widths=widths,
+            seed=train.seed,
+        )
 
     weights = {"network": model.network, "embedding": model.embedding}
-    if train.prune is not None:
-        small = left(train.prune)
+    if train.prunes:
+        small = left(train.prune, train.prune_widths)
         weights["network"] = small.network
         config = replace(config, model=replace(config.model, kept=small.source.kept))
     if config.embedding.prune is not None:

@@ -1,0 +1,12 @@
+"""The static methods by the names that `train.prune_by` takes."""
+
+from deepmoe.compare import li, slimming, strength, taylor
+from deepmoe.compare.task import Select
+
+SELECTORS: dict[str, Select] = {
+    "taylor": taylor.select,
+    "strength": strength.select,
+    "li": li.independent,
+    "li-greedy": li.greedy,
+    "slimming": slimming.select,
+}
