@@ -117,7 +117,7 @@ def test_training_can_be_resumed_and_overwritten(checkpoint, tmp_path) -> None:
         (["eval", "missing.safetensors"], ["no checkpoint at missing.safetensors"]),
         (["exits", "missing.safetensors", "--loss", "1", "--out", "x"], ["no checkpoint at"]),
         (["exits", "missing.safetensors", "--loss", "1"], ["--out"]),
-        (["exits", "missing.safetensors", "--out", "x"], ["give one of loss and macs"]),
+        (["exits", "missing.safetensors", "--out", "x"], ["give a loss, such as 0.5, or macs"]),
         (["teach", "missing.safetensors", "--out", "x"], ["no checkpoint at missing"]),
         (["teach", "--out", "x"], ["CHECKPOINTS"]),
         (["train", "quickstart", "--set", "train.prune=0.5"], ["train.start"]),
