@@ -19,6 +19,7 @@ GIVEN: Literal["given"] = (
     "given"  # the name of a network, or of data, that was handed over in Python
 )
 
+HeadsKind = Literal["relu", "noisy-topk", "scale"]
 PruneBy = Literal[
     "taylor", "strength", "li", "li-greedy", "he", "thinet", "sss", "slimming", "depgraph"
 ]
@@ -60,7 +61,7 @@ class EmbeddingConfig:
 class HeadsConfig:
     """The gate heads."""
 
-    kind: Literal["relu", "noisy-topk"] = "relu"
+    kind: HeadsKind = "relu"
     init: str | None = None  # see layers.heads.initialise; None: by kind, and spread under a budget
     share: float = 0.5  # of a layer's channels that noisy top-k keeps
     lr_scale: float = 1.0  # their learning rate, in units of train.lr
@@ -107,6 +108,7 @@ class LossConfig:
     distillation: float = 0.0  # share of the task's loss that compares with train.teacher
     distillation_temperature: float = 4.0  # by which both networks' logits are divided there
     embedding_distillation: float = 0.0  # share of the embedding's own loss that does so, too
+    norm_sparsity: float = 0.0  # L1 of batch norms' scales, for train.prune_by = "slimming"
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "loss.distillation": (0, 1),
     "loss.distillation_temperature": (TINY, 1e3),
     "loss.embedding_distillation": (0, 1),
+    "loss.norm_sparsity": (0, HUGE),
     "train.epochs": (0, 1e6),
     "train.finetune_epochs": (0, 1e6),
     "train.batch_size": (2, 1e7),  # batch norm needs more than one image
@@ -277,6 +280,8 @@ class RunConfig:
                 'embedding.form = "network" is what is left of a trained network: set train.start, '
                 "and embedding.prune to a share of its MACs"
             )
+        if self.heads.kind == "scale":
+            _check_factors(self)
         if not self.train.total_epochs:
             raise UserError("train.epochs and train.finetune_epochs must not both be 0")
         if not self.train.epochs and self.train.start is None:
@@ -297,6 +302,19 @@ class RunConfig:
             model=dataclasses.replace(self.model, gates="none", exits=False),
             train=dataclasses.replace(self.train, codes=None),
         )
+
+
+def _check_factors(config: RunConfig) -> None:
+    """Scaling factors are alike for all images: what is made for gates of an image does not fit."""
+    if isinstance(config.loss.sparsity, tuple):
+        raise UserError("scaling factors shrink by one loss.sparsity, not by a schedule")
+    train, wrong = config.train, None
+    wrong = "train.target_macs" if train.target_macs is not None else wrong
+    wrong = "train.codes" if train.codes is not None else wrong
+    wrong = "train.prune" if train.prunes or config.embedding.prune is not None else wrong
+    wrong = "model.exits" if config.model.exits else wrong
+    if wrong is not None:
+        raise UserError(f'heads.kind = "scale" does not go with {wrong}: prune by sss afterwards')
 
 
 def preset_names() -> list[str]:

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmoe.config import LossConfig
 from deepmoe.model import DeepMoEOutput
@@ -39,6 +39,7 @@ class DeepMoELoss:
             teacher's outputs.
         temperature: divides the logits of both before they are compared.
         embedding_distillation: as `distillation`, of the embedding's own cross-entropy.
+        norm_sparsity: weight of the L1 norm of batch norms' scales, which `norm_l1` gives.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class DeepMoELoss:
         distillation: float = 0.0,
         temperature: float = 4.0,
         embedding_distillation: float = 0.0,
+        norm_sparsity: float = 0.0,
     ) -> None:
         if l1 not in ("sum", "mean"):
             raise ValueError(f"l1 is sum or mean, not {l1!r}")
@@ -65,6 +67,7 @@ class DeepMoELoss:
         self.distillation = distillation
         self.temperature = temperature
         self.embedding_distillation = embedding_distillation
+        self.norm_sparsity = norm_sparsity
 
     @classmethod
     def from_config(
@@ -81,6 +84,7 @@ class DeepMoELoss:
             distillation=config.distillation,
             temperature=config.distillation_temperature,
             embedding_distillation=config.embedding_distillation,
+            norm_sparsity=0.0 if frozen else config.norm_sparsity,
         )
 
     def weights(self, epoch: float) -> tuple[float, float]:
@@ -157,6 +161,12 @@ def _image_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     # A segmentation batch has labels of pixels, and none of the image. Zero, but still a function
     # of the logits: DDP waits for a gradient of every parameter.
     return 0.0 * logits.mean()
+
+
+def norm_l1(network: nn.Module) -> Tensor:
+    """The sum of |scale| over all batch norms of a network."""
+    norms = (m for m in network.modules() if isinstance(m, nn.BatchNorm2d))
+    return torch.stack([at_least_single(n.weight).abs().sum() for n in norms if n.affine]).sum()
 
 
 def gate_l1(gates: Sequence[Tensor], reduction: Literal["sum", "mean"] = "sum") -> Tensor:

@@ -5,16 +5,23 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from deepmoe.config import GIVEN, EmbeddingConfig, HeadsConfig, ModelConfig
+from deepmoe.config import GIVEN, EmbeddingConfig, HeadsConfig, HeadsKind, ModelConfig
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, Graph, choose, describe, with_kept
-from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads, RouteCodebook, ShallowEmbedding
+from deepmoe.layers import (
+    GateHeads,
+    Gates,
+    NoisyTopKHeads,
+    RouteCodebook,
+    ScaleFactors,
+    ShallowEmbedding,
+)
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
 from deepmoe.network_embedding import NetworkEmbedding
 from deepmoe.ops import at_least_single
@@ -24,6 +31,7 @@ if TYPE_CHECKING:
 
 
 Embedding = ShallowEmbedding | NetworkEmbedding
+Heads = GateHeads | NoisyTopKHeads | ScaleFactors
 
 
 class Whole(NamedTuple):
@@ -89,7 +97,7 @@ class DeepMoE(nn.Module):
     def __init__(
         self,
         embedding: Embedding | None,
-        heads: GateHeads | NoisyTopKHeads | None,
+        heads: Heads | None,
         network: nn.Module,
         gating: Gating,
         codebook: RouteCodebook | None = None,
@@ -99,7 +107,8 @@ class DeepMoE(nn.Module):
         unpruned: Graph | None = None,
     ) -> None:
         super().__init__()
-        if embedding is None and (heads is not None or exit_at is not None):
+        looks = heads is not None and not isinstance(heads, ScaleFactors)
+        if embedding is None and (looks or exit_at is not None):
             raise ValueError("heads and exits need an embedding")
         if codebook is not None and heads is None:
             raise ValueError("a codebook needs gates to replace: give embedding and heads too")
@@ -124,6 +133,8 @@ class DeepMoE(nn.Module):
 
     def route(self, x_BCHW: Tensor) -> tuple[Gates | None, Tensor | None]:
         """The gates of every layer and the embedding's class logits, before the base network."""
+        if isinstance(self.heads, ScaleFactors):
+            return self.heads.of_images(x_BCHW), None
         if self.embedding is None:
             return None, None
         e_BD, embedding_logits = self.embedding(x_BCHW)
@@ -136,7 +147,7 @@ class DeepMoE(nn.Module):
 
     def concatenated_gates(self, e_BD: Tensor) -> Tensor:
         """What the heads make of mixture weights, for all layers as one tensor."""
-        assert self.heads is not None
+        assert self.heads is not None and not isinstance(self.heads, ScaleFactors)
         g_BC = self.heads.concatenated(e_BD)
         return g_BC if self.thresholds is None else close_small(g_BC, self.thresholds)
 
@@ -157,7 +168,7 @@ class DeepMoE(nn.Module):
 
     def with_gates(
         self,
-        heads: GateHeads | NoisyTopKHeads | None = None,
+        heads: Heads | None = None,
         codebook: RouteCodebook | None = None,
         thresholds: Tensor | None = None,
     ) -> "DeepMoE":
@@ -297,19 +308,23 @@ def add_gates(
     heads = heads or HeadsConfig()
     if not isinstance(heads, HeadsConfig):
         raise UserError("embedding is an EmbeddingConfig, and heads a HeadsConfig")
-    if heads.kind not in ("relu", "noisy-topk"):
-        raise UserError(f"heads are of the kind relu or noisy-topk, not {heads.kind!r}")
+    if heads.kind not in get_args(HeadsKind):
+        raise UserError(
+            f"heads are of the kind {', '.join(get_args(HeadsKind))}, not {heads.kind!r}"
+        )
+    if heads.kind == "scale":
+        factors = ScaleFactors(gating.widths)
+        _move_beside(network, factors)
+        return _as_model(None, factors, network, gating, source)
     looks = _embedding_for(network, whole or Whole(network, gating.graph), embedding, widths)
     init = {} if heads.init is None else {"init": heads.init}
-    made: GateHeads | NoisyTopKHeads
+    made: Heads
     if heads.kind == "relu":
         made = GateHeads(looks.dim, gating.widths, **init)
     else:
         made = NoisyTopKHeads(looks.dim, gating.widths, share=heads.share, **init)
     _move_beside(network, made)
-    model = DeepMoE(looks, made, network, gating, source=source)
-    model.training = network.training  # each module of the network keeps its own mode
-    return model
+    return _as_model(looks, made, network, gating, source)
 
 
 def add_exits(
@@ -325,8 +340,18 @@ def add_exits(
     Arguments are those of `add_gates`.
     """
     looks = _embedding_for(network, whole or Whole(network, gating.graph), embedding, widths)
-    model = DeepMoE(looks, None, network, gating, source=source)
-    model.training = network.training
+    return _as_model(looks, None, network, gating, source)
+
+
+def _as_model(
+    embedding: Embedding | None,
+    heads: Heads | None,
+    network: nn.Module,
+    gating: Gating,
+    source: ModelConfig | None,
+) -> DeepMoE:
+    model = DeepMoE(embedding, heads, network, gating, source=source)
+    model.training = network.training  # each module of the network keeps its own mode
     return model
 
 

@@ -84,6 +84,6 @@ def prune(
         unpruned=model.gating.graph,
     )
     small.training = model.training  # its parts keep their own modes
-    if choice.network is not None:  # other weights have other statistics
+    if choice.refit_norms:
         refit_norms(small, judged_by.epoch(0))
     return small

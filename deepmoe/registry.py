@@ -13,7 +13,6 @@ from torch import nn
 from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, Graph, choose, describe, open_groups, with_kept
-from deepmoe.layers import GateHeads
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
 from deepmoe.model import (
     DeepMoE,
@@ -339,7 +338,7 @@ def config_of(model: DeepMoE, config: RunConfig | None = None) -> RunConfig:
     else:
         kind = dataclasses.replace(
             config.heads,
-            kind="relu" if isinstance(heads, GateHeads) else "noisy-topk",
+            kind=heads.kind,  # type: ignore[arg-type]
             share=getattr(heads, "share", config.heads.share),
         )
         config = dataclasses.replace(config, model=model.source, heads=kind)

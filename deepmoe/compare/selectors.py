@@ -1,6 +1,6 @@
 """The static methods by the names that `train.prune_by` takes."""
 
-from deepmoe.compare import li, slimming, strength, taylor
+from deepmoe.compare import li, slimming, sss, strength, taylor
 from deepmoe.compare.task import Select
 
 SELECTORS: dict[str, Select] = {
@@ -8,5 +8,6 @@ SELECTORS: dict[str, Select] = {
     "strength": strength.select,
     "li": li.independent,
     "li-greedy": li.greedy,
+    "sss": sss.select,
     "slimming": slimming.select,
 }

@@ -10,7 +10,7 @@ from deepmoe.compare.widths import Widths, even_widths, strongest, widths_by_thr
 from deepmoe.costs import Size
 from deepmoe.data import Loader
 from deepmoe.errors import UserError
-from deepmoe.graph import Gating, Group
+from deepmoe.graph import Gating, Group, norm_scales
 from deepmoe.model import DeepMoE
 
 
@@ -66,6 +66,15 @@ class PruningTask:
         judged = [None if fixed else s for s, fixed in zip(scores, self.fixed, strict=True)]
         return widths_by_threshold(self.gating, self.size, self.share, judged)
 
+    def norm_scales(self) -> list[Tensor]:
+        """The scales of batch norms, of each group; residual streams may be without."""
+        check_norms(self.model.network, self.gating)
+        found = norm_scales(self.model.network, self.gating)
+        return [
+            torch.ones(width) if scales is None else scales
+            for scales, width in zip(found, self.gating.widths, strict=True)
+        ]
+
     def by_unit(self, values: Tensor) -> list[Tensor]:
         """Values of all units of the graph, as those of each group."""
         starts = [self.gating.graph.offsets[number] for number in self.gating.gated]
@@ -80,14 +89,27 @@ class Choice:
         masks: for each group of the task's gating, which channels stay.
         network: the whole network with other weights, where the method has changed some; those of
             channels that go do not matter.
+        refit_norms: whether batch norms are to be measured anew: other weights may have others.
     """
 
     masks: tuple[Tensor, ...]
     network: nn.Module | None = None
+    refit_norms: bool = False
 
 
 Select = Callable[[PruningTask], Choice]
 """A static method."""
+
+
+def check_norms(network: nn.Module, gating: Gating) -> None:
+    """Refuses networks with convolutions that no batch norm follows, but for residual streams."""
+    for number, scales in zip(gating.gated, norm_scales(network, gating), strict=True):
+        group = gating.graph.groups[number]
+        if scales is None and not group.is_stream:
+            raise UserError(
+                "slimming and sss need batch norm behind every convolution, "
+                f"and {group.name} has none"
+            )
 
 
 def keep_strongest(scores: Sequence[Tensor], widths: Sequence[int]) -> Choice:

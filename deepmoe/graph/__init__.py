@@ -13,7 +13,7 @@ from deepmoe.graph.gating import (
 )
 from deepmoe.graph.graph import Graph, Group, Layer, describe
 from deepmoe.graph.narrow import narrowed, narrowed_graph
-from deepmoe.graph.strengths import channel_strengths, scale_inputs
+from deepmoe.graph.strengths import channel_strengths, norm_scales, scale_inputs
 
 __all__ = [
     "Gating",
@@ -28,6 +28,7 @@ __all__ = [
     "evaluation_mode",
     "narrowed",
     "narrowed_graph",
+    "norm_scales",
     "open_groups",
     "prunable",
     "scale_inputs",

@@ -7,28 +7,40 @@ from deepmoe.graph.gating import Gating
 
 
 @torch.no_grad()
+def norm_scales(network: nn.Module, gating: Gating) -> list[Tensor | None]:
+    """How much batch norm scales the units of each gated group; the mean where several do.
+
+    `None` for a group with units that no batch norm scales.
+    """
+    sums, counts = (torch.zeros(gating.graph.offsets[-1] + 1) for _ in range(2))
+    for path, module in network.named_modules():
+        units = gating.graph.followers.get(f"{path}.running_mean")
+        if units is not None and module.weight is not None:
+            sums.index_add_(0, units % len(sums), module.weight.abs().float().cpu())
+            counts.index_add_(0, units % len(sums), torch.ones(len(units)))
+    starts = [gating.graph.offsets[number] for number in gating.gated]
+    parts = [slice(s, s + w) for s, w in zip(starts, gating.widths, strict=True)]
+    return [sums[p] / counts[p] if bool(counts[p].all()) else None for p in parts]
+
+
+@torch.no_grad()
 def channel_strengths(network: nn.Module, gating: Gating) -> list[Tensor]:
     """How much the units of each gated group matter to the layers behind.
 
     The scale that batch norm gives a unit, times the norm of the weights that read it.
     """
     units = gating.graph.offsets[-1] + 1  # the last one is of channels that belong to none
-    scale, norms, squares = torch.zeros(units), torch.zeros(units), torch.zeros(units)
-    for path, module in network.named_modules():
-        followed = gating.graph.followers.get(f"{path}.running_mean")
-        if followed is not None and module.weight is not None:
-            scale.index_add_(0, followed % units, module.weight.abs().float().cpu())
-            norms.index_add_(0, followed % units, torch.ones(len(followed)))
+    squares = torch.zeros(units)
     for layer in gating.graph.layers:
         if not layer.passes_on:
             weight = network.get_submodule(layer.path).weight
             assert isinstance(weight, Tensor)
             read = weight.transpose(0, 1).flatten(1).float().square().sum(dim=1).cpu()
             squares.index_add_(0, layer.ins % units, read)
-    scale = torch.where(norms > 0, scale / norms.clamp_min(1), 1.0)
-    strengths = scale * squares.sqrt()
     starts = [gating.graph.offsets[number] for number in gating.gated]
-    return [strengths[s : s + w] for s, w in zip(starts, gating.widths, strict=True)]
+    read_by = [squares[s : s + w].sqrt() for s, w in zip(starts, gating.widths, strict=True)]
+    scales = norm_scales(network, gating)
+    return [r if s is None else s * r for s, r in zip(scales, read_by, strict=True)]
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from deepmoe.layers.codebook import RouteCodebook
 from deepmoe.layers.embedding import ConvNormReLU, ShallowEmbedding
 from deepmoe.layers.heads import GateHeads, Gates, NoisyTopKHeads
+from deepmoe.layers.scale_factors import ScaleFactors
 
 __all__ = [
     "ConvNormReLU",
@@ -10,5 +11,6 @@ __all__ = [
     "Gates",
     "NoisyTopKHeads",
     "RouteCodebook",
+    "ScaleFactors",
     "ShallowEmbedding",
 ]

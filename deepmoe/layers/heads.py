@@ -26,12 +26,19 @@ class GateHeads(nn.Module):
         init: see `initialise`.
     """
 
+    kind = "relu"
+
     def __init__(self, dim: int, widths: Sequence[int], *, init: str = "ones") -> None:
         super().__init__()
         self.widths = list(widths)
         self.weight = nn.Parameter(torch.empty(sum(widths), dim))
         for of_layer in self.weight.split(self.widths):
             initialise(of_layer, init)
+
+    @property
+    def macs(self) -> int:
+        """MACs of one image."""
+        return self.weight.numel()
 
     def forward(self, e_BD: Tensor) -> Gates:
         return self.concatenated(e_BD).split(self.widths, dim=1)
@@ -67,6 +74,8 @@ class NoisyTopKHeads(nn.Module):
         init: of W, as in `GateHeads`; `ones` and `split` would tie channels, and are refused.
     """
 
+    kind = "noisy-topk"
+
     def __init__(
         self, dim: int, widths: Sequence[int], *, share: float = 0.5, init: str = "normal(0, 1)"
     ) -> None:
@@ -84,6 +93,11 @@ class NoisyTopKHeads(nn.Module):
         self.noise_weight = nn.Parameter(torch.zeros(sum(widths), dim))
         for of_layer in self.weight.split(self.widths):
             initialise(of_layer, init)
+
+    @property
+    def macs(self) -> int:
+        """MACs of one image."""
+        return self.weight.numel()
 
     def forward(self, e_BD: Tensor) -> Gates:
         h = project(e_BD, self.weight)

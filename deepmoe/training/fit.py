@@ -13,11 +13,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from deepmoe.checkpoint import CheckpointStore, TrainState, load_checkpoint, read_progress
+from deepmoe.compare.task import check_norms
 from deepmoe.config import GIVEN, RunConfig, TrainConfig, config_to_dict, config_to_toml
 from deepmoe.costs import count_costs
 from deepmoe.data import DataInfo, DataSource, open_data, open_datasets
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive, write_atomically
+from deepmoe.layers import ScaleFactors
 from deepmoe.model import DeepMoE
 from deepmoe.processes import from_first_process
 from deepmoe.registry import config_of
@@ -183,11 +185,13 @@ def _run(
     train = config.train
     store = CheckpointStore(out, train.keep_checkpoints)
     count_costs(model, data.info.size)  # tells at once if the images are too small for the network
+    if config.loss.norm_sparsity or isinstance(model.heads, ScaleFactors):
+        check_norms(model.network, model.gating)
     resumed = resume and store.last.exists()
     if train.start is not None and not resumed:
-        start_from(train.start, model, data.info, config)
+        start = start_from(train.start, model, data.info, config)
         if prunes(config):
-            model, config = pruned_start(model, config, data)
+            model, config = pruned_start(model, start, config, data)
     optimizer = make_optimizer(model, config)
     state, notes = TrainState(), []
     if resumed:

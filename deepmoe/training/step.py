@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deepmoe.cuda_graphs import CapturedCall, run_on
 from deepmoe.layers import Gates
-from deepmoe.losses import DeepMoELoss
+from deepmoe.losses import DeepMoELoss, norm_l1
 from deepmoe.model import DeepMoE
 from deepmoe.training.teachers import Teachers
 
@@ -54,6 +54,9 @@ class Objective(nn.Module):
         if self.teacher is not None:
             teacher_logits = self.teacher(x_BCHW)
         parts = self.loss.weighted(output, labels, sparsity, embedding_weight, teacher_logits)
+        if self.loss.norm_sparsity:
+            shrinkage = self.loss.norm_sparsity * norm_l1(self.model.network)
+            parts = parts._replace(total=parts.total + shrinkage)
         counted = labels != self.loss.ignore_index
         hits = ((output.logits.argmax(dim=1) == labels) & counted).sum()
         ones = torch.ones_like(parts.total)

@@ -19,7 +19,7 @@ from deepmoe.data import Batch, DataInfo, DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import OutputClosed, TrainingDiverged, TrainingInterrupted, UserError
 from deepmoe.evaluation import Evaluation, SegmentationEvaluation, evaluate_on
-from deepmoe.layers import RouteCodebook
+from deepmoe.layers import RouteCodebook, ScaleFactors
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE
 from deepmoe.processes import (
@@ -33,6 +33,7 @@ from deepmoe.registry import model_from_config
 from deepmoe.training.codebook_learning import check_codes, learn_codebook
 from deepmoe.training.interrupts import Interrupts
 from deepmoe.training.log import RunLog
+from deepmoe.training.proximal import ProximalSGD
 from deepmoe.training.schedules import TrainingStage, learning_rate, stages
 from deepmoe.training.step import EagerStep, GraphedStep, Objective
 from deepmoe.training.teachers import Teachers
@@ -230,7 +231,10 @@ class Trainer:
 
     def _loss(self, stage: TrainingStage) -> DeepMoELoss:
         ignore = VOID if self.data.info.task == "segmentation" else -100
-        return DeepMoELoss.from_config(self.config.loss, frozen=stage.frozen, ignore_index=ignore)
+        loss = self.config.loss
+        if isinstance(self.model.heads, ScaleFactors):
+            loss = dataclasses.replace(loss, sparsity=0.0)  # the optimiser shrinks these
+        return DeepMoELoss.from_config(loss, frozen=stage.frozen, ignore_index=ignore)
 
     def _after_batch(self, epoch: int, done: int, sums: Tensor, gates: Any) -> None:
         """What may happen between two batches: a stop, a checkpoint, a look at the figures."""
@@ -405,7 +409,11 @@ def make_optimizer(model: DeepMoE, config: RunConfig) -> torch.optim.SGD:
     groups: list[dict[str, Any]] = [{"params": others, **decay}]
     if heads:
         groups.append({"params": heads, "weight_decay": 0.0, "lr_scale": config.heads.lr_scale})
-    return torch.optim.SGD(
+    kind = torch.optim.SGD
+    if isinstance(model.heads, ScaleFactors):
+        kind = ProximalSGD
+        groups[-1]["shrinkage"] = config.loss.sparsity
+    return kind(
         groups,
         lr=train.lr,
         momentum=train.momentum,

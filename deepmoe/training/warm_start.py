@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from deepmoe.config import RunConfig
 from deepmoe.data import DataInfo, DataSource
 from deepmoe.errors import UserError
-from deepmoe.graph import channel_strengths
-from deepmoe.layers import GateHeads
+from deepmoe.graph import channel_strengths, prunable
+from deepmoe.layers import GateHeads, ScaleFactors
 from deepmoe.model import DeepMoE
 from deepmoe.network_embedding import NetworkEmbedding
 from deepmoe.pruning import prune
@@ -16,7 +17,7 @@ from deepmoe.training.teachers import load_trained
 from deepmoe.training.trainer import make_model
 
 
-def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> None:
+def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> DeepMoE:
     """Copies a checkpoint's weights: of the base network, and of the routing if both have it.
 
     Gates that start from an ungated network are handed out by its channels' strengths.
@@ -27,10 +28,15 @@ def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> 
         info: of the data to train on.
         config: of the run.
 
+    Returns:
+        The checkpoint's model.
+
     Raises:
         UserError: where the checkpoint does not fit the model, or knows held-out images.
     """
     start = load_trained("train.start", path, model, info, config).model
+    if isinstance(start.heads, ScaleFactors) and config.train.prune_by != "sss":
+        raise UserError(f"{path} has scaling factors, which are for train.prune_by=sss alone")
     if not config.train.epochs and model.gated and not start.gated:
         raise UserError(f"{path} has no gates, and without a joint stage none would be trained")
     try:
@@ -41,12 +47,14 @@ def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> 
         model.heads.order_by_strength(channel_strengths(model.network, model.gating))
     try:
         for module, trained in zip(_routing(model), _routing(start), strict=True):
-            if module is not None and trained is not None:
+            factors = isinstance(module, ScaleFactors) or isinstance(trained, ScaleFactors)
+            if module is not None and trained is not None and not factors:
                 module.load_state_dict(trained.state_dict())
     except RuntimeError as error:
         raise UserError(f"embedding or gates of {path} have another form or size") from error
     if start.thresholds is not None:
         model.thresholds = start.thresholds.to(next(model.parameters()))
+    return start
 
 
 def prunes(config: RunConfig) -> bool:
@@ -54,11 +62,14 @@ def prunes(config: RunConfig) -> bool:
     return config.train.prunes or config.embedding.prune is not None
 
 
-def pruned_start(model: DeepMoE, config: RunConfig, data: DataSource) -> tuple[DeepMoE, RunConfig]:
+def pruned_start(
+    model: DeepMoE, start: DeepMoE, config: RunConfig, data: DataSource
+) -> tuple[DeepMoE, RunConfig]:
     """What is left of a started model by `train.prune` and `embedding.prune`.
 
     Args:
         model: with the start's weights.
+        start: what they are of.
         config: of the run.
         data: of the run; channels are judged by its training images.
 
@@ -77,6 +88,7 @@ def pruned_start(model: DeepMoE, config: RunConfig, data: DataSource) -> tuple[D
             by=train.prune_by,
             tilt=train.prune_tilt,
             widths=widths,
+            factors=_factors(start),
             seed=train.seed,
         )
 
@@ -97,6 +109,20 @@ def pruned_start(model: DeepMoE, config: RunConfig, data: DataSource) -> tuple[D
     if isinstance(pruned.heads, GateHeads):
         pruned.heads.order_by_strength(channel_strengths(pruned.network, pruned.gating))
     return pruned, config
+
+
+def _factors(start: DeepMoE) -> list[Tensor] | None:
+    """What the start's channels are scaled with, of every group that can lose some."""
+    if not isinstance(start.heads, ScaleFactors):
+        return None
+    of_group = dict(
+        zip(start.gating.gated, start.heads.weight.split(start.heads.widths), strict=True)
+    )
+    every = prunable(start.gating.graph)
+    return [
+        of_group.get(number, torch.ones(width))
+        for number, width in zip(every.gated, every.widths, strict=True)
+    ]
 
 
 def _routing(model: DeepMoE) -> tuple[nn.Module | None, ...]:
