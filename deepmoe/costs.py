@@ -193,6 +193,11 @@ def least(enough: Callable[[float], bool], low: float, high: float) -> float:
     return high
 
 
+def largest(fits: Callable[[float], bool], low: float, high: float) -> float:
+    """The largest number from `low` to `high` that fits, by bisection; `low` must."""
+    return -least(lambda number: fits(-number), -high, -low)
+
+
 def format_macs(macs: float) -> str:
     """MACs for people: in G from a billion on, in M below."""
     return f"{macs / 1e9:,.2f} G" if macs >= 1e9 else f"{macs / 1e6:.2f} M"

@@ -1,6 +1,17 @@
 """The methods that gated networks are compared with: one file each, one interface."""
 
-from deepmoe.compare.selectors import SELECTORS
+from deepmoe.compare.method import Cell, Method, Step
+from deepmoe.compare.methods import METHODS, SELECTORS, method_named
 from deepmoe.compare.task import Choice, PruningTask, Select
 
-__all__ = ["SELECTORS", "Choice", "PruningTask", "Select"]
+__all__ = [
+    "METHODS",
+    "SELECTORS",
+    "Cell",
+    "Choice",
+    "Method",
+    "PruningTask",
+    "Select",
+    "Step",
+    "method_named",
+]

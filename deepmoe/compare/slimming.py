@@ -5,6 +5,7 @@ threshold for all layers decides, and every layer keeps a few. A channel goes wi
 scale of zero alone would leave the shift to be read.
 """
 
+from deepmoe.compare.method import ANOTHER_RUN, Cell, Method, Step, changed, pruned_config
 from deepmoe.compare.task import Choice, PruningTask, keep_strongest
 
 
@@ -16,3 +17,16 @@ def select(task: PruningTask) -> Choice:
     """
     scores = task.norm_scales()
     return keep_strongest(scores, task.widths_by_threshold(scores))
+
+
+def plan(cell: Cell) -> list[Step]:
+    """Training under the penalty, once for all costs; then pruning, and retraining."""
+    residual = cell.base.model.name.startswith("resnet")
+    penalty = {"loss.norm_sparsity": RESIDUAL_PENALTY if residual else PENALTY}
+    before = Step(f"{cell.method}_trained", changed(cell.base, penalty))
+    after = pruned_config(cell, "slimming", {"train.start": ANOTHER_RUN + before.name})
+    return [before, Step(cell.name, after)]
+
+
+PENALTY, RESIDUAL_PENALTY = 1e-4, 1e-5  # of the paper
+METHOD = Method("slimming", "Network Slimming", "Liu et al. 2017", plan, select)

@@ -4,6 +4,7 @@ Mean over images of |d loss / d gate| for a gate at 1, at temperature 4. How man
 which group follows from what they are worth for each MAC, as far as `tilt` says.
 """
 
+from deepmoe.compare.method import pruned
 from deepmoe.compare.task import Choice, PruningTask, keep_strongest
 from deepmoe.compare.widths import widths_for
 from deepmoe.evaluation.importance import channel_importance
@@ -18,3 +19,6 @@ def select(task: PruningTask) -> Choice:
     scores = importance.split(list(task.gating.widths))
     widths = task.widths or widths_for(task.gating, task.size, scores, task.share, task.tilt)
     return keep_strongest(scores, widths)
+
+
+METHOD = pruned("taylor", "Taylor importance", "Molchanov et al. 2017", select)

@@ -88,7 +88,7 @@ class NoisyTopKHeads(nn.Module):
             )
         self.widths = list(widths)
         self.share = share
-        self.kept = [max(1, round(share * width)) if width else 0 for width in widths]
+        self.kept = kept_of(share, widths)
         self.weight = nn.Parameter(torch.empty(sum(widths), dim))
         self.noise_weight = nn.Parameter(torch.zeros(sum(widths), dim))
         for of_layer in self.weight.split(self.widths):
@@ -109,6 +109,11 @@ class NoisyTopKHeads(nn.Module):
     def concatenated(self, e_BD: Tensor) -> Tensor:
         """The gates of all layers as one tensor."""
         return torch.cat(self(e_BD), dim=1)
+
+
+def kept_of(share: float, widths: Sequence[int]) -> list[int]:
+    """How many channels of each layer a share of them is; at least one."""
+    return [max(1, round(share * width)) if width else 0 for width in widths]
 
 
 def project(e_BD: Tensor, weight_CD: Tensor) -> Tensor:

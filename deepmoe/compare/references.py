@@ -1,0 +1,81 @@
+"""What every method stands beside: the dense network, thin ones, and our own recipes."""
+
+import torch
+
+from deepmoe.compare.method import Cell, Method, Step, changed, pruned_config
+from deepmoe.compare.widths import Widths, even_widths
+from deepmoe.costs import cost_matrix, macs_of_counts
+
+FROM_SCRATCH = {"train.start": None}
+FIRST, SECOND = 0.5, 1.5  # costs of the two stages of a cascade, in units of its mean cost
+
+
+def dense(cell: Cell) -> list[Step]:
+    """The network with all channels, trained on as the others are."""
+    return [Step(cell.name, cell.base)]
+
+
+def thin(cell: Cell) -> list[Step]:
+    """The shape that pruning leaves, from scratch: the same share of every group."""
+    return [Step(cell.name, changed(cell.base, {**FROM_SCRATCH, "model.kept": _thin(cell)[0]}))]
+
+
+def thin_long(cell: Cell) -> list[Step]:
+    """The same for as much compute as the dense network has: more epochs, since each is cheaper."""
+    kept, share = _thin(cell)
+    train = cell.base.train
+    longer = {
+        "model.kept": kept,
+        "train.epochs": round(train.epochs / share),
+        "train.finetune_epochs": round(train.finetune_epochs / share),
+        "train.milestones": tuple(round(m / share) for m in train.milestones),
+    }
+    return [Step(cell.name, changed(cell.base, {**FROM_SCRATCH, **longer}))]
+
+
+def _thin(cell: Cell) -> tuple[Widths, float]:
+    """Channels of each group, and the share of the MACs that they cost."""
+    gating = cell.prunable()
+    streams = [gating.graph.groups[number].is_stream for number in gating.gated]
+    kept = even_widths(gating, cell.size, cell.share, streams)
+    counts = torch.tensor([kept, gating.widths], dtype=torch.float64)
+    left, whole = macs_of_counts(counts, cost_matrix(gating, cell.size)).tolist()
+    return kept, left / whole
+
+
+def gates(cell: Cell) -> list[Step]:
+    """The paper's ReLU gates, under a budget."""
+    asked = {"model.gates": "inner", "train.target_macs": cell.share, "heads.init": SPLIT}
+    return [Step(cell.name, changed(cell.base, asked))]
+
+
+def ours(cell: Cell) -> list[Step]:
+    """Pruning by importance, with channels where they are worth most."""
+    return [Step(cell.name, pruned_config(cell, "taylor", tilt=TILT))]
+
+
+def with_exits(cell: Cell) -> list[Step]:
+    """The same behind a narrow network that answers easy images; exits are fitted afterwards."""
+    cascade = {
+        "train.prune": min(1.0, SECOND * cell.share),
+        "model.exits": True,
+        "embedding.form": "network",
+        "embedding.prune": FIRST * cell.share,
+    }
+    if cell.base.train.teacher is not None:
+        cascade["loss.embedding_distillation"] = cell.base.loss.distillation
+    return [Step(cell.name, pruned_config(cell, "taylor", cascade, tilt=TILT))]
+
+
+TILT = 0.5  # as `train.prune_tilt` by default
+SPLIT = "split(0.7)"
+REFERENCES = (
+    Method("dense", "dense", "the network itself", dense, one_cost=True),
+    Method("thin", "thin, from scratch, equal epochs", "Liu et al. 2019", thin),
+    Method("thin-long", "thin, from scratch, equal compute", "Liu et al. 2019", thin_long),
+    Method("gates", "DeepMoE, ReLU gates", "Wang et al. 2019", gates, dynamic=True),
+    Method("ours", "ours, without exits", "this package", ours),
+    Method(
+        "ours-exits", "ours, with exits", "this package", with_exits, dynamic=True, fits_exits=True
+    ),
+)
