@@ -8,6 +8,7 @@ import click
 
 from deepmoe.cli.bench import bench
 from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint, predict
+from deepmoe.cli.compare import compare
 from deepmoe.cli.exits import exits
 from deepmoe.cli.models import config, describe, macs, models
 from deepmoe.cli.sweep import sweep
@@ -72,6 +73,7 @@ for verb in (
     curve,
     cut,
     sweep,
+    compare,
     bench,
     describe,
     macs,

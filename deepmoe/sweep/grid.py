@@ -75,6 +75,11 @@ class Grid:
     jobs: int
     views: int = GridFile.views
 
+    @property
+    def in_order(self) -> list[Run]:
+        """Its runs, each after those that it needs."""
+        return _in_order(self.runs)
+
     def only(self, patterns: Sequence[str]) -> "Grid":
         """The runs of these names, and those that they need; `*` stands for anything.
 
@@ -87,7 +92,7 @@ class Grid:
             if not named:
                 raise UserError(f"no run is named {pattern!r}")
             wanted.update(named)
-        for run in reversed(_in_order(self.runs)):
+        for run in reversed(self.in_order):
             if run.name in wanted:
                 wanted.update(run.needs)
         return dataclasses.replace(self, runs=tuple(r for r in self.runs if r.name in wanted))
@@ -147,16 +152,25 @@ def read_grid(path: Path, overrides: Sequence[str] = ()) -> Grid:
             for seed in seeds.get(name, file.seeds):
                 seeded = apply_overrides(config, [f"train.seed={seed}"])
                 runs.append(Run(name + label, seeded))
-    _check_names(runs)
     for run in runs:
         for prefix in (ALL_SEEDS, LESSONS):
             if (run.config.train.start or "").startswith(prefix):
                 raise UserError(
                     f"{path}: {prefix} is for teachers, a run starts from one other run"
                 )
+    return make_grid(runs, file.jobs, file.views)
+
+
+def make_grid(runs: Sequence[Run], jobs: int, views: int = GridFile.views) -> Grid:
+    """Runs as a grid; what they take of other runs is found by their seeds.
+
+    Raises:
+        UserError: for names that are not good ones, or runs that could never start.
+    """
+    _check_names(runs)
     runs = [_with_seeded_needs(run, runs) for run in runs]
     _in_order(runs)  # tells of those that could never start
-    return Grid(tuple(runs), file.jobs, file.views)
+    return Grid(tuple(runs), jobs, views)
 
 
 def with_checkpoints(
@@ -221,7 +235,7 @@ def _labelled(config: RunConfig, label: str) -> RunConfig:
     return config
 
 
-def _with_seeded_needs(run: Run, runs: list[Run]) -> Run:
+def _with_seeded_needs(run: Run, runs: Sequence[Run]) -> Run:
     """It takes other runs of the seed they are named with, of its own, or of their only one."""
 
     def seeds_of(group: str) -> list[int]:
@@ -246,7 +260,7 @@ def _with_seeded_needs(run: Run, runs: list[Run]) -> Run:
     return Run(run.group, with_checkpoints(config, lessons_of, LESSONS))
 
 
-def _check_names(runs: list[Run]) -> None:
+def _check_names(runs: Sequence[Run]) -> None:
     """Refuses runs that would share a folder, or leave it."""
     names = [run.name for run in runs]
     twice = {name for name in names if names.count(name) > 1}

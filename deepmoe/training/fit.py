@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer
 from deepmoe.training.warm_start import pruned_start, prunes, start_from
 
 DEFAULT_OUT = "runs/fit"
+PRUNING_NAME = "pruning.json"  # how long it took to remove channels, where a run does
 
 
 @dataclass(frozen=True)
@@ -187,11 +190,13 @@ def _run(
     count_costs(model, data.info.size)  # tells at once if the images are too small for the network
     if config.loss.norm_sparsity or isinstance(model.heads, ScaleFactors):
         check_norms(model.network, model.gating)
-    resumed = resume and store.last.exists()
+    resumed, prune_seconds = resume and store.last.exists(), None
     if train.start is not None and not resumed:
         start = start_from(train.start, model, data.info, config)
         if prunes(config):
+            began = time.perf_counter()
             model, config = pruned_start(model, start, config, data)
+            prune_seconds = time.perf_counter() - began
     optimizer = make_optimizer(model, config)
     state, notes = TrainState(), []
     if resumed:
@@ -216,6 +221,9 @@ def _run(
             elif state.epoch and not state.batch:
                 store.keep_epoch(state)  # the run may have been killed before it came to that
             write_atomically(out / "config.toml", config_to_toml(config).encode())
+            if prune_seconds is not None:
+                removal = {"by": train.prune_by, "seconds": prune_seconds}
+                write_atomically(out / PRUNING_NAME, json.dumps(removal).encode())
             log = RunLog(
                 out,
                 finished=state.epoch,

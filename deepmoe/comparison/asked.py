@@ -1,0 +1,149 @@
+"""What a comparison is to train: every method at every cost, as one grid of runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepmoe.compare import Cell, Method, Step
+from deepmoe.compare.method import changed
+from deepmoe.config import RunConfig
+from deepmoe.errors import UserError
+from deepmoe.sweep.grid import ANOTHER_RUN, LESSONS, Grid, Run, make_grid
+
+START, TEACHER = "start", "teacher"  # names of the runs that come first, where they are trained
+PUBLISHED = "published"  # ends the name of a row with the method's own schedule
+NO_TEACHER = {
+    "train.teacher": None,
+    "loss.distillation": 0.0,
+    "loss.embedding_distillation": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is compared, and how.
+
+    Attributes:
+        base: network, data, schedule and teachers of all methods.
+        classes: of the data.
+        size: of its images.
+        methods: rows of the table.
+        shares: of the dense MACs, at each of which methods are compared.
+        seeds: of all runs.
+        published: whether methods also get a row with their authors' schedule.
+        start: how the network is trained that all start from; `None` where `base.train.start` names
+            a checkpoint.
+        teacher: how teachers are trained; `None` where `base.train.teacher` names some, or none.
+        widths: channels that are left of each group, instead of shares.
+        setting: what these are called.
+    """
+
+    base: RunConfig
+    classes: int
+    size: tuple[int, int]
+    methods: tuple[Method, ...]
+    shares: tuple[float, ...]
+    seeds: tuple[int, ...] = (0,)
+    published: bool = False
+    start: RunConfig | None = None
+    teacher: RunConfig | None = None
+    widths: tuple[int, ...] | None = None
+    setting: str | None = None
+
+    def __post_init__(self) -> None:
+        for share in self.shares:
+            if not 0 < share <= 1:
+                raise UserError(f"--macs are shares of the dense MACs, above 0 to 1, not {share:g}")
+        if any(method.fits_exits for method in self.methods) and not self.base.data.holdout:
+            raise UserError(
+                "exits are fitted on training images that were held out: set data.holdout, such as "
+                "2000, for the start, too; or leave ours-exits out by --methods"
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method at a cost: the runs that lead to its network.
+
+    Attributes:
+        method: the method.
+        share: of the dense MACs.
+        published: whether it is retrained as its authors do.
+        steps: runs, in order; the last one gives the network.
+    """
+
+    method: Method
+    share: float
+    published: bool
+    steps: tuple[Step, ...]
+
+    @property
+    def name(self) -> str:
+        """Of its last run."""
+        return self.steps[-1].name
+
+
+def rows_of(asked: Asked) -> list[Row]:
+    """The rows of a comparison, with their runs.
+
+    Raises:
+        UserError: for a cost that a method can't reach, or a network that it does not fit.
+    """
+    rows = []
+    base = _with_needs(asked)
+    for method in asked.methods:
+        shares = (1.0,) if method.one_cost or asked.setting else asked.shares
+        for published in (False, True) if asked.published and method.published else (False,):
+            label = f"{method.name}_{PUBLISHED}" if published else method.name
+            schedule = {**NO_TEACHER, **method.published} if published else {}
+            for share in shares:
+                cost = asked.setting or _percent(share)
+                name = label if method.one_cost else f"{label}-{cost}"
+                cell = Cell(changed(base, schedule), share, asked.classes, asked.size, name, label)
+                steps = tuple(_with_widths(method.plan(cell), asked.widths))
+                rows.append(Row(method, share, published, steps))
+    return rows
+
+
+def comparison_grid(asked: Asked, rows: Sequence[Row], jobs: int) -> Grid:
+    """All runs of the rows, and those that they start and learn from; each once."""
+    steps: dict[str, RunConfig] = {}
+    for name, config in ((START, asked.start), (TEACHER, asked.teacher)):
+        if config is not None:
+            steps[name] = config
+    for step in (step for row in rows for step in row.steps):
+        assert steps.setdefault(step.name, step.config) == step.config, step.name
+    runs = [
+        Run(name, changed(config, {"train.seed": seed}))
+        for name, config in steps.items()
+        for seed in asked.seeds
+    ]
+    return make_grid(runs, jobs)
+
+
+def _with_needs(asked: Asked) -> RunConfig:
+    """The configuration of all methods, that starts and learns from runs of the same grid."""
+    needs: dict[str, Any] = {}
+    if asked.start is not None:
+        needs["train.start"] = ANOTHER_RUN + START
+    if asked.teacher is not None:
+        needs["train.teacher"] = LESSONS + TEACHER
+        needs["loss.distillation"] = asked.base.loss.distillation or DISTILLATION
+    return changed(asked.base, {"model.gates": "none", "model.exits": False, **needs})
+
+
+def _with_widths(steps: list[Step], widths: tuple[int, ...] | None) -> list[Step]:
+    """The same with given widths in the place of a share."""
+    if widths is None:
+        return steps
+    *before, last = steps
+    given = {"train.prune": None, "train.prune_widths": widths}
+    return [*before, Step(last.name, changed(last.config, given))]
+
+
+def _percent(share: float) -> str:
+    """A share as part of a run's name."""
+    return f"{100 * share:g}"
+
+
+DISTILLATION = 0.9  # share of the loss that compares with teachers, if nothing else is said

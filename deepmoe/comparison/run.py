@@ -1,0 +1,106 @@
+"""A comparison from beginning to end: trains what is missing, measures, and fills the table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepmoe.bench.latency import Latency
+from deepmoe.checkpoint import read_progress
+from deepmoe.comparison.asked import START, Asked, Row, comparison_grid, rows_of
+from deepmoe.comparison.measure import EXITS_NAME, Measured, measure_latency, measure_run
+from deepmoe.comparison.table import comparison_table
+from deepmoe.console import complain
+from deepmoe.sweep import RESULTS_NAME, Grid, sweep
+from deepmoe.sweep.grid import run_name
+from deepmoe.sweep.steps import last_checkpoint, resolved
+from deepmoe.training import fit
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison that was run.
+
+    Attributes:
+        table: figures of each row, as plain values.
+        checkpoints: what each row's first seed has left, by the row's name.
+        complete: whether all runs have ended well.
+    """
+
+    table: list[dict[str, Any]]
+    checkpoints: dict[str, Path]
+    complete: bool
+
+
+def run_comparison(
+    asked: Asked,
+    out: Path,
+    *,
+    command: str,
+    jobs: int = 1,
+    ray: str | None = None,
+    latency_images: int = 0,
+) -> Comparison:
+    """Trains all runs that are not finished, and measures what they have left.
+
+    Args:
+        asked: what is compared.
+        out: folder of the runs' own folders; calling it again goes on there.
+        command: to note in the results.
+        jobs: runs side by side.
+        ray: address of a Ray cluster that trains them, in place of this machine.
+        latency_images: test images to time on the CPU, one at a time; 0 for none.
+    """
+    rows = rows_of(asked)
+    grid = comparison_grid(asked, rows, jobs)
+    out = out.resolve()
+    if len(rows) * len(asked.seeds) == 1 and ray is None and asked.teacher is None:
+        _train_here(grid, out)
+        complete = True
+    else:
+        complete = sweep(grid, out, out / RESULTS_NAME, command=command, jobs=jobs, ray=ray)
+    measured = {row.name: _measured(row, asked, out) for row in rows}
+    latencies = _latencies(rows, asked, out, latency_images) if latency_images else {}
+    checkpoints = {
+        row.name: _checkpoint(row, asked.seeds[0], out) for row in rows if measured[row.name]
+    }
+    return Comparison(comparison_table(rows, measured, latencies), checkpoints, complete)
+
+
+def _train_here(grid: Grid, out: Path) -> None:
+    """One run after the other, in this process, whose progress is shown."""
+    for run in grid.in_order:
+        complain(f"{run.name}:")
+        fit(resolved(run, out), out / run.name, resume=True)
+
+
+def _measured(row: Row, asked: Asked, out: Path) -> list[Measured]:
+    names = {seed: run_name(row.name, seed) for seed in asked.seeds}
+    ended = [seed for seed, name in names.items() if _is_finished(last_checkpoint(out, name))]
+    return [measure_run(row, seed, out, asked.base.data) for seed in ended]
+
+
+def _checkpoint(row: Row, seed: int, out: Path) -> Path:
+    last = last_checkpoint(out, run_name(row.name, seed))
+    return last.with_name(EXITS_NAME) if row.method.fits_exits else last
+
+
+def _is_finished(path: Path) -> bool:
+    """Whether a run has come to its end, by its last checkpoint."""
+    if not path.exists():
+        return False
+    config, state = read_progress(path)
+    return state.epoch == config.train.total_epochs
+
+
+def _latencies(rows: Sequence[Row], asked: Asked, out: Path, images: int) -> dict[str, Latency]:
+    """Of each row's first seed, beside the network that all start from."""
+    seed, start = asked.seeds[0], asked.base.train.start
+    dense = last_checkpoint(out, run_name(START, seed)) if start is None else Path(start)
+    found = {}
+    for row in rows:
+        checkpoint = _checkpoint(row, seed, out)
+        if checkpoint.exists() and _is_finished(checkpoint):
+            complain(f"{row.name}: timing")
+            found[row.name] = measure_latency(checkpoint, dense, asked.base.data, images)
+    return found
