@@ -26,9 +26,12 @@ def with_origin(
     values: Any, *, command: str, seed: int, device: torch.device | str
 ) -> dict[str, Any]:
     """Figures with the command, hardware, versions, seed and commit they come from."""
+    return {"command": command, "seed": seed, **origin(device), "values": values}
+
+
+def origin(device: torch.device | str) -> dict[str, Any]:
+    """Hardware, versions and commit, as they are here."""
     return {
-        "command": command,
-        "seed": seed,
         "hardware": hardware(device),
         "versions": {
             "python": platform.python_version(),
@@ -38,7 +41,6 @@ def with_origin(
         "commit": _git("rev-parse", "HEAD"),
         # Of the package alone: figures depend on nothing else here.
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", ".")),
-        "values": values,
     }
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,9 @@ from deepmoe.cli import main
 from deepmoe.config import apply_overrides
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive
-from deepmoe.sweep import Grid, Run, grid_name, read_grid, read_results, runner, summary, sweep
+from deepmoe.sweep import Grid, Run, grid_name, read_grid, read_results, steps, summary, sweep
 from deepmoe.sweep.grid import with_checkpoints
+from deepmoe.sweep.steps import Teaching
 
 TINY = """
 preset = "quickstart"
@@ -291,7 +293,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grid, Path]:
     grid = read_grid(write(folder, text))
     with pytest.MonkeyPatch.context() as patch:
         fake = SimpleNamespace(Popen=InThisProcess, STDOUT=subprocess.STDOUT)
-        patch.setattr("deepmoe.sweep.runner.subprocess", fake)
+        patch.setattr("deepmoe.launch.subprocess", fake)
         assert not sweep(grid, folder / "runs", folder / "runs.jsonl", command="test")
     return grid, folder
 
@@ -311,7 +313,7 @@ def test_runs_take_checkpoints_of_others_and_one_failure_stops_no_other(swept) -
 def test_what_has_a_result_is_left_alone_and_rows_hold_means(swept, monkeypatch) -> None:
     grid, folder = swept
     finished = Grid(grid.runs[:2], grid.jobs)
-    monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: pytest.fail("started again"))
+    monkeypatch.setattr("deepmoe.launch.launch", lambda *_, **__: pytest.fail("started again"))
     assert sweep(finished, folder / "runs", folder / "runs.jsonl", command="test")
     rows = summary([run.name for run in grid.runs], read_results(folder / "runs.jsonl"))
     assert [row["run"] for row in rows] == ["student", "dense", "broken"]
@@ -404,7 +406,7 @@ def test_results_of_runs_that_the_grid_does_not_have_are_left_alone(
     swept, tmp_path: Path, monkeypatch
 ) -> None:
     grid, folder = swept
-    monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: subprocess.Popen(["true"]))
+    monkeypatch.setattr("deepmoe.launch.launch", lambda *_, **__: subprocess.Popen(["true"]))
     dense = lines_of(folder / "runs.jsonl")["dense-seed0"]
     dense["values"]["run"] = "mixed-seed0"
     dense["values"]["config"] = dense["values"]["config"].replace("[data]", "[data]\nmixup = 0.5")
@@ -425,8 +427,8 @@ def commands(monkeypatch) -> list[list[str]]:
             super().__init__(command, **options)
 
     fake = SimpleNamespace(Popen=Noted, STDOUT=subprocess.STDOUT)
-    monkeypatch.setattr("deepmoe.sweep.runner.subprocess", fake)
-    monkeypatch.setattr("deepmoe.sweep.runner.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("deepmoe.launch.subprocess", fake)
+    monkeypatch.setattr("deepmoe.sweep.schedule.POLL_SECONDS", 0.0)
     monkeypatch.setattr("deepmoe.compare.taylor.JUDGED_IMAGES", 64)
     return started
 
@@ -491,12 +493,11 @@ def test_lessons_that_can_not_be_written_stop_no_other_run(
         f"[runs.bad_student]\n{learning('bad')}[runs.good_student]\n{learning('good')}"
         '[runs.bad]\n"model.gates" = "none"\n[runs.good]\n"model.gates" = "none"\n'
     )
-    teach = runner._teach
 
-    def teach_one(run: Run, out: Path, lessons: Path, views: int):
-        return teach(run, out, lessons, 0 if "bad" in run.name else 1)
+    def teach_one(run: Run, out: Path, lessons: Path, views: int) -> Teaching:
+        return Teaching(run, out, lessons, 0 if "bad" in run.name else 1)
 
-    monkeypatch.setattr(runner, "_teach", teach_one)
+    monkeypatch.setattr(steps, "Teaching", teach_one)
     grid, results = read_grid(write(tmp_path, text)), tmp_path / "runs.jsonl"
     assert not sweep(grid, tmp_path / "runs", results, command="test")
     assert sorted(lines_of(results)) == ["bad-seed0", "good-seed0", "good_student-seed0"]
@@ -511,7 +512,7 @@ def test_runs_that_a_killed_sweep_left_training_are_named(
     swept, tmp_path: Path, monkeypatch
 ) -> None:
     grid, _ = swept
-    monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr("deepmoe.launch.launch", lambda *_, **__: pytest.fail("started"))
     command = [sys.executable, "-c", HOLD, str(tmp_path / "dense-seed0")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
@@ -531,11 +532,11 @@ def test_a_run_whose_checkpoint_is_gone_is_trained_again_for_those_that_need_it(
     grid, folder = swept
     started = []
 
-    def fail(run: Run, out: Path) -> subprocess.Popen[bytes]:
-        started.append(run.name)
+    def fail(_: Sequence[str], log: Path, **__) -> subprocess.Popen[bytes]:
+        started.append(log.parent.name)
         return subprocess.Popen(["false"])
 
-    monkeypatch.setattr("deepmoe.sweep.runner._start", fail)
+    monkeypatch.setattr("deepmoe.launch.launch", fail)
     results = write_lines(folder / "some.jsonl", lines_of(folder / "runs.jsonl")["dense-seed0"])
     grid = Grid(grid.runs[:2], 2)
     assert not sweep(grid, folder / "elsewhere", results, command="test")
@@ -556,7 +557,7 @@ def test_a_run_trained_again_for_its_checkpoint_leaves_its_result_alone(
     swept, monkeypatch, capsys
 ) -> None:
     grid, folder = swept
-    monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: subprocess.Popen(["true"]))
+    monkeypatch.setattr("deepmoe.launch.launch", lambda *_, **__: subprocess.Popen(["true"]))
     dense, results = grid.runs[1], folder / "runs.jsonl"
     before = results.read_bytes()
     student = Run("new", grid.runs[0].config)
@@ -571,7 +572,7 @@ def test_a_run_trained_again_for_its_checkpoint_leaves_its_result_alone(
 def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path, monkeypatch, capsys) -> None:
     grid = read_grid(write(tmp_path, TINY.replace("[0, 1]", "[0]")))
     kill = ["sh", "-c", "kill -9 $$"]
-    monkeypatch.setattr("deepmoe.sweep.runner._start", lambda *_: subprocess.Popen(kill))
+    monkeypatch.setattr("deepmoe.launch.launch", lambda *_, **__: subprocess.Popen(kill))
     assert not sweep(grid, tmp_path / "runs", tmp_path / "runs.jsonl", command="test")
     assert "killed by SIGKILL" in capsys.readouterr().err
 
@@ -629,7 +630,7 @@ def test_runs_and_results_have_places_of_their_own(tmp_path: Path, monkeypatch) 
     monkeypatch.chdir(tmp_path)
     seen = []
 
-    def note(grid: Grid, out: Path, results: Path, *, command: str, jobs: int | None) -> bool:
+    def note(grid: Grid, out: Path, results: Path, *, command: str, **_) -> bool:
         seen.append((out, results, command))
         return True
 

@@ -26,8 +26,20 @@ SHOWN = {  # key: title
     type=click.Path(path_type=Path),
     help="File of the figures. [runs.jsonl, beside GRID]",
 )
-@click.option("--jobs", type=click.IntRange(1), help="Runs side by side. [default: as GRID says]")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    help="Runs side by side; with --ray, on each GPU. [default: as GRID says]",
+)
 @click.option("--only", help="Names of runs, with commas; * stands for anything. [default: all]")
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="A Ray cluster to train on: HOST:PORT of its head, ray://HOST:PORT, or auto for the one "
+    "this machine is of. A run takes its threads (OMP_NUM_THREADS, or 2) and, unless train.device "
+    "is cpu, its share of a GPU where there are any: half of one with --jobs 2. All machines see "
+    "the folder of the runs. [default: this machine]",
+)
 @set_option
 @json_option
 def sweep(
@@ -36,6 +48,7 @@ def sweep(
     results: Path | None,
     jobs: int | None,
     only: str | None,
+    ray: str | None,
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
@@ -56,7 +69,8 @@ def sweep(
     results = results or grid.parent / RESULTS_NAME
     shown = grid.name if grid.stem == name else f"{name}/{grid.name}"
     command = f"deepmoe sweep {shown}{as_typed(overrides)}"
-    complete = run_sweep(asked, out or Path("runs", name), results, command=command, jobs=jobs)
+    out = out or Path("runs", name)
+    complete = run_sweep(asked, out, results, command=command, jobs=jobs, ray=ray)
     rows = summary([run.name for run in asked.runs], read_results(results))
     keys = [key for key in SHOWN if any(key in row for row in rows)]
     cells = [[_cell(row, key) for key in ("run", "seeds", *keys)] for row in rows]

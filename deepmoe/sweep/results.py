@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from deepmoe.config import DataConfig, RunConfig, config_from_dict, config_to_toml
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
-from deepmoe.results import with_origin
 from deepmoe.sweep.grid import Run
 
 RESULTS_NAME = "runs.jsonl"
@@ -60,9 +57,9 @@ def read_results(path: Path) -> dict[str, RunResult]:
 
 
 def add_result(
-    path: Path, run: Run, metrics: list[dict[str, Any]], *, command: str, device: torch.device
+    path: Path, run: Run, metrics: list[dict[str, Any]], *, command: str, origin: dict[str, Any]
 ) -> None:
-    """Adds the line of a finished run, with digests of those that it needed."""
+    """Adds the line of a finished run, with its origin and digests of those that it needed."""
     done = read_results(path)
     lost = [name for name in run.needs if name not in done]
     if lost:
@@ -74,7 +71,7 @@ def add_result(
         "seconds": sum(line.get("seconds", 0.0) for line in metrics),
         "last": metrics[-1],
     }
-    line = with_origin(values, command=command, seed=run.config.train.seed, device=device)
+    line = {"command": command, "seed": run.config.train.seed, **origin, "values": values}
     before = "".join(f"{text}\n" for text in _read(path).splitlines())
     write_atomically(path, f"{before}{json.dumps(line)}\n".encode())
 
