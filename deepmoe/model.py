@@ -16,14 +16,14 @@ from deepmoe.errors import UserError
 from deepmoe.graph import Gating, Graph, choose, describe, with_kept
 from deepmoe.layers import GateHeads, Gates, NoisyTopKHeads, RouteCodebook, ShallowEmbedding
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
-from deepmoe.network_embedding import NetworkEmbedding
+from deepmoe.network_embedding import FeatureNetwork, NetworkEmbedding
 from deepmoe.ops import at_least_single
 
 if TYPE_CHECKING:
     from deepmoe.data import DataInfo
 
 
-Embedding = ShallowEmbedding | NetworkEmbedding
+Embedding = ShallowEmbedding | NetworkEmbedding | FeatureNetwork
 
 
 class Whole(NamedTuple):
@@ -85,6 +85,7 @@ class DeepMoE(nn.Module):
 
     thresholds: Tensor | None
     exit_at: Tensor | None
+    same_for_all = True  # whether the same operations run for any images: else none are captured
 
     def __init__(
         self,
@@ -112,6 +113,11 @@ class DeepMoE(nn.Module):
         self.codebook = codebook
         self.register_buffer("thresholds", thresholds)
         self.register_buffer("exit_at", exit_at)
+
+    @property
+    def one_network(self) -> nn.Module:
+        """A network that the graph describes: the base network."""
+        return self.network
 
     @property
     def gated(self) -> bool:
@@ -222,6 +228,11 @@ class DeepMoE(nn.Module):
     def routing_modules(self) -> list[nn.Module]:
         """What the fine-tune stage freezes: the embedding network and the heads."""
         return [m for m in (self.embedding, self.heads) if m is not None]
+
+
+def can_be_captured(module: nn.Module) -> bool:
+    """Whether a module's work can be compiled and captured: no model in it depends on images."""
+    return all(m.same_for_all for m in module.modules() if isinstance(m, DeepMoE))
 
 
 def _hub() -> Any:
