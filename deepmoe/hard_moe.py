@@ -78,13 +78,13 @@ class HardMoE(DeepMoE):
         order = clusters_B.argsort(stable=True)
         counts = clusters_B.bincount(minlength=len(self.centroids)).tolist()
         parts = [
-            self._run(expert, x_BCHW.index_select(0, images))
+            self._run_expert(expert, x_BCHW.index_select(0, images))
             for expert, images in zip(self.network, order.split(counts), strict=True)
             if len(images)
         ]
         return DeepMoEOutput(torch.cat(parts).index_select(0, order.argsort()), None, None)
 
-    def _run(self, expert: nn.Module, x_BCHW: Tensor) -> Tensor:
+    def _run_expert(self, expert: nn.Module, x_BCHW: Tensor) -> Tensor:
         # One image says nothing about how images differ, and where a layer has one position left
         # there is no variance at all: the expert then norms by what it knows of its cluster so far,
         # as in evaluation, and learns from the image all the same.
