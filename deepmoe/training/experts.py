@@ -38,6 +38,10 @@ def start_experts(model: HardMoE, start: DeepMoE, path: str) -> None:
     """
     if start.gated:
         raise UserError(f"{path} has gates, and experts have none: name one with model.gates=none")
+    wholes = [m.unpruned or m.gating.graph for m in (model, start)]
+    if len({tuple(group.width for group in whole.groups) for whole in wholes}) > 1:
+        # What is left of both may be alike, but costs would be shares of another network's.
+        raise UserError(f"the network that {path} was pruned from has other layers or widths")
     try:
         if isinstance(start, HardMoE):
             model.load_state_dict(start.state_dict())
