@@ -195,14 +195,14 @@ def _counts(
 
 
 def _sparse(model: DeepMoE, images: Tensor, seed: int) -> Rule:
-    from deepmoe.sparse import sparsify
+    from deepmoe.sparse import SparseModel, sparsify
 
     name, worst = "the sparse engine equals the model", 0.0
     for density in DENSITIES:
         routed = _with_routes(model, images, density, seed)
         for tried in (routed, routes_as_codebook(routed)):
             output, sparse = tried(images), sparsify(tried)
-            assert output.gates is not None
+            assert output.gates is not None and isinstance(sparse, SparseModel)
             for _ in range(2):
                 worst = max(worst, _relative(sparse(images).logits, output.logits))
             worst = max(worst, _relative(sparse(images[:1]).logits, output.logits[:1]))

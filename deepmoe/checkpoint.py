@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from deepmoe.checkpoint_versions import check_gates, renamed
-from deepmoe.config import GIVEN, RunConfig, config_from_dict, config_to_dict
+from deepmoe.config import GIVEN, ModelConfig, RunConfig, config_from_dict, config_to_dict
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
@@ -248,7 +248,12 @@ def _own_network(name: str, given: str | nn.Module | None, path: str | Path) -> 
 
 def read_network(path: str | Path) -> str:
     """The name of what a checkpoint's base network is made by."""
-    return _File(Path(path)).parse(used=True)[0].model.name
+    return read_model(path).name
+
+
+def read_model(path: str | Path) -> ModelConfig:
+    """What a checkpoint's base network is, without its weights."""
+    return _File(Path(path)).parse(used=True)[0].model
 
 
 def read_progress(path: str | Path) -> tuple[RunConfig, TrainState]:

@@ -41,6 +41,8 @@ class ModelConfig:
     # There is an embedding, also without gates: it may answer images itself (`deepmoe exits`).
     exits: bool = False
     kept: tuple[int, ...] | None = None  # channels that train.prune has left of each group
+    # Hard MoE: so many copies of what train.start names, of which each image runs one.
+    experts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ class TrainConfig:
 
 TINY, HUGE = 1e-12, 1e12
 MOST_EMBEDDING_LAYERS = 16
+FEWEST_EXPERTS, MOST_EXPERTS = 2, 64
 _RANGES: dict[str, tuple[float, float]] = {
     "model.wide": (1e-3, 1e3),
     "embedding.dim": (1, 1e5),
@@ -293,13 +296,15 @@ class RunConfig:
             raise UserError("train.codes needs a frozen stage: set train.finetune_epochs")
         if self.train.codes is not None and self.model.gates == "none":
             raise UserError("train.codes needs a gated model, but model.gates is none")
+        if self.model.experts is not None:
+            _check_run_of_experts(self)
 
     @property
     def dense(self) -> "RunConfig":
         """The same run without gates: the dense twin."""
         return dataclasses.replace(
             self,
-            model=dataclasses.replace(self.model, gates="none", exits=False),
+            model=dataclasses.replace(self.model, gates="none", exits=False, experts=None),
             train=dataclasses.replace(self.train, codes=None),
         )
 
@@ -315,6 +320,40 @@ def _check_factors(config: RunConfig) -> None:
     wrong = "model.exits" if config.model.exits else wrong
     if wrong is not None:
         raise UserError(f'heads.kind = "scale" does not go with {wrong}: prune by sss afterwards')
+
+
+def check_experts(model: ModelConfig) -> None:
+    """Refuses experts that no model has: too many of them, or gates and exits besides."""
+    experts = model.experts
+    if not isinstance(experts, int) or not FEWEST_EXPERTS <= experts <= MOST_EXPERTS:
+        shown = experts if isinstance(experts, int) and abs(experts) < 1e18 else "so many"
+        raise UserError(
+            f"model.experts must lie from {FEWEST_EXPERTS} to {MOST_EXPERTS}, not be {shown}"
+        )
+    if model.gates != "none" or model.exits:
+        raise UserError(
+            "experts have neither gates nor exits: with model.experts, set model.gates=none and "
+            "model.exits=false"
+        )
+
+
+def _check_run_of_experts(config: RunConfig) -> None:
+    check_experts(config.model)
+    train, embedding = config.train, config.embedding
+    if train.prunes or embedding.prune is not None or embedding.form == "network":
+        raise UserError(
+            "experts are made of a network that is trained, and pruned, already: without "
+            'train.prune, embedding.prune and embedding.form = "network"'
+        )
+    if train.target_macs is not None:
+        raise UserError(
+            "train.target_macs steers gates, and experts have none: they cost what train.start does"
+        )
+    if train.compile == "on":
+        raise UserError(
+            "which expert an image runs is known only then, which can't be compiled: set "
+            "train.compile to auto or off"
+        )
 
 
 def preset_names() -> list[str]:

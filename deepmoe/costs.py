@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating
+from deepmoe.hard_moe import HardMoE
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, list_models, model_entry
 
@@ -20,7 +21,10 @@ BISECTIONS = 30
 
 @dataclass(frozen=True)
 class Costs:
-    """Static costs of a model. `params` and `macs` are those of the ungated base network alone."""
+    """Static costs of a model. `params` and `macs` are those of the ungated base network alone.
+
+    Of experts, parameters are those of all, and MACs those of one.
+    """
 
     params: int
     conv_params: int
@@ -40,15 +44,18 @@ def count_costs(model: DeepMoE, size: Size) -> Costs:
     heads = 0 if model.heads is None else model.heads.macs
     # A codebook compares patterns and values of all channels with those of each code.
     codes = 0 if model.codebook is None else 2 * model.codebook.codes.numel()
+    experts, distances = 1, 0
+    if isinstance(model, HardMoE):
+        experts, distances = len(model.centroids), model.centroids.numel()
     return Costs(
         params=_parameters(model.network),
-        conv_params=sum(layer.weights_per_output * len(layer.outs) for layer in convs),
+        conv_params=experts * sum(layer.weights_per_output * len(layer.outs) for layer in convs),
         macs=sum(macs.values()) + graph.other_macs(size),
         conv_macs=sum(macs[layer.path] for layer in convs),
         embedding_params=_parameters(model.embedding),
         embedding_macs=0 if model.embedding is None else model.embedding.macs(*size),
         gate_params=_parameters(model.heads),
-        gate_macs=heads + codes,
+        gate_macs=heads + codes + distances,
     )
 
 

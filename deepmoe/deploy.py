@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from deepmoe.errors import UserError
 from deepmoe.graph import scale_inputs
 from deepmoe.graph.capture import one_tensor
+from deepmoe.hard_moe import HardMoE, nearest
 from deepmoe.model import DeepMoE, check_gated, confidence
 
 
@@ -106,18 +107,35 @@ class Routes(nn.Module):
 
     def forward(self, x_1CHW: Tensor, e_1D: Tensor) -> Tensor:
         code = self.codebook.nearest(self.heads(e_1D))[0]
-        return self._run(code, 0, x_1CHW)
+        return _run_one_of(self.networks, code, 0, x_1CHW)
 
-    def _run(self, code: Tensor, first: int, x_1CHW: Tensor) -> Tensor:
-        """Runs the network of a code that is not below `first`."""
-        if first == len(self.networks) - 1:
-            return self.networks[first](x_1CHW)
-        return torch.cond(
-            code == first,
-            lambda x: self.networks[first](x),
-            lambda x: self._run(code, first + 1, x),
-            (x_1CHW,),
-        )
+
+class ExpertNetworks(nn.Module):
+    """Experts, and what finds the one that an image runs. For one image at a time.
+
+    Args:
+        model: of experts.
+    """
+
+    centroids: Tensor
+
+    def __init__(self, model: HardMoE) -> None:
+        super().__init__()
+        if not isinstance(model, HardMoE):
+            raise UserError("ExpertNetworks takes a model of experts: train it with model.experts")
+        if next(model.network.parameters(), None) is None:
+            raise UserError(
+                "ExpertNetworks takes no sparse model: give it the model that it was made of"
+            )
+        self.features = copy.deepcopy(model.embedding)
+        self.networks = nn.ModuleList(Logits(copy.deepcopy(expert)) for expert in model.network)
+        self.register_buffer("centroids", model.centroids.clone())
+        self.eval()
+
+    def forward(self, x_1CHW: Tensor) -> Tensor:
+        _check_one_image(x_1CHW)
+        number = nearest(self.features(x_1CHW), self.centroids)[0]
+        return _run_one_of(self.networks, number, 0, x_1CHW)
 
 
 @torch.no_grad()
@@ -147,6 +165,18 @@ def static_network(model: DeepMoE, gates_C: Tensor) -> nn.Module:
     kept = [g.index_select(0, at.to(g.device)) for g, at in zip(gates, left, strict=True)]
     scale_inputs(small, gating, torch.cat(kept))
     return Logits(small).eval()
+
+
+def _run_one_of(networks: nn.ModuleList, number: Tensor, first: int, x_1CHW: Tensor) -> Tensor:
+    """Runs the network of a number that is not below `first`."""
+    if first == len(networks) - 1:
+        return networks[first](x_1CHW)
+    return torch.cond(
+        number == first,
+        lambda x: networks[first](x),
+        lambda x: _run_one_of(networks, number, first + 1, x),
+        (x_1CHW,),
+    )
 
 
 def _check_one_image(x_BCHW: Tensor) -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from deepmoe.costs import Size, as_pair, count_costs
 from deepmoe.graph import Gating, Group, Layer, why_not
+from deepmoe.hard_moe import HardMoE
 from deepmoe.model import DeepMoE
 
 
@@ -14,15 +15,17 @@ def description(model: DeepMoE, size: Size) -> dict[str, Any]:
     """What a model consists of, as plain values.
 
     Args:
-        model: gated, or dense.
+        model: gated, dense, or of experts: groups and layers are then those of each.
         size: of images, for the costs.
     """
     gating, pair = model.gating, as_pair(size)
     macs = gating.graph.macs(pair)
     costs = count_costs(model, pair)
+    experts = {"experts": len(model.centroids)} if isinstance(model, HardMoE) else {}
     return {
         "input": list(pair),
         "classes": model.classes,
+        **experts,
         "params": costs.params,
         "macs": costs.macs,
         "embedding_macs": costs.embedding_macs,
@@ -31,7 +34,7 @@ def description(model: DeepMoE, size: Size) -> dict[str, Any]:
         "gates": sum(gating.widths),
         "gated_share": gated_share(gating, pair),
         "groups": [_group(gating, group, macs) for group in gating.graph.groups],
-        "layers": [_layer(model.network, layer, macs) for layer in gating.graph.layers],
+        "layers": [_layer(model.one_network, layer, macs) for layer in gating.graph.layers],
     }
 
 

@@ -23,14 +23,14 @@ from deepmoe.layers import (
     ShallowEmbedding,
 )
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
-from deepmoe.network_embedding import NetworkEmbedding
+from deepmoe.network_embedding import FeatureNetwork, NetworkEmbedding
 from deepmoe.ops import at_least_single
 
 if TYPE_CHECKING:
     from deepmoe.data import DataInfo
 
 
-Embedding = ShallowEmbedding | NetworkEmbedding
+Embedding = ShallowEmbedding | NetworkEmbedding | FeatureNetwork
 Heads = GateHeads | NoisyTopKHeads | ScaleFactors
 
 
@@ -93,6 +93,7 @@ class DeepMoE(nn.Module):
 
     thresholds: Tensor | None
     exit_at: Tensor | None
+    same_for_all = True  # whether the same operations run for any images: else none are captured
 
     def __init__(
         self,
@@ -121,6 +122,11 @@ class DeepMoE(nn.Module):
         self.codebook = codebook
         self.register_buffer("thresholds", thresholds)
         self.register_buffer("exit_at", exit_at)
+
+    @property
+    def one_network(self) -> nn.Module:
+        """A network that the graph describes: the base network."""
+        return self.network
 
     @property
     def gated(self) -> bool:
@@ -233,6 +239,11 @@ class DeepMoE(nn.Module):
     def routing_modules(self) -> list[nn.Module]:
         """What the fine-tune stage freezes: the embedding network and the heads."""
         return [m for m in (self.embedding, self.heads) if m is not None]
+
+
+def can_be_captured(module: nn.Module) -> bool:
+    """Whether a module's work can be compiled and captured: no model in it depends on images."""
+    return all(m.same_for_all for m in module.modules() if isinstance(m, DeepMoE))
 
 
 def _hub() -> Any:

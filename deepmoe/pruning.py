@@ -16,6 +16,7 @@ from deepmoe.data import Loader
 from deepmoe.errors import UserError
 from deepmoe.evaluation.cut import refit_norms
 from deepmoe.graph import Gating, check_kept, prunable
+from deepmoe.hard_moe import refuse_experts
 from deepmoe.model import DeepMoE
 
 
@@ -52,6 +53,7 @@ def prune(
     Raises:
         UserError: for a gated or pruned model, or a share that can't be reached.
     """
+    refuse_experts(model, "prune the network that they start from")
     if model.gated:
         raise UserError("a gated model can't be pruned: prune the network, then gate what is left")
     if model.unpruned is not None:

@@ -13,6 +13,7 @@ from torch import nn
 from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, Graph, choose, describe, open_groups, with_kept
+from deepmoe.hard_moe import HardMoE, add_experts
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
 from deepmoe.model import (
     DeepMoE,
@@ -118,6 +119,7 @@ def create_model(
     size: tuple[int, int] | None = None,
     exits: bool = False,
     kept: Sequence[int] | None = None,
+    experts: int | None = None,
     **options: Any,
 ) -> DeepMoE:
     """Builds a model.
@@ -135,6 +137,8 @@ def create_model(
         exits: whether there is an embedding to answer images, also without gates.
         kept: channels that are left of each group from which some can be removed, as `prune`
             leaves them. `None`: all.
+        experts: how many copies of the network there are, of which each image runs one; see
+            `HardMoE`. `None`: it is no mixture of experts.
         **options: of the base network, such as `wide=2`, `widths=[...]`, `block="bottleneck-b"`,
             and of its gates, such as `gate_last=True`.
 
@@ -146,12 +150,14 @@ def create_model(
         raise UserError(f"a model is made by its name, not by a {kind}; gate takes modules")
     if classes is not None:
         check_classes(classes)
+    asked: dict[str, Any] = {"gates": as_gates(gates), "exits": exits, "experts": experts}
+    asked["kept"] = as_kept(kept)
     if is_source(name):
         if options:
             raise UserError(f"{name} takes no options of the zoo, such as {next(iter(options))}")
         with torch.device("cpu"):  # what others make may need values
             network = make_network(name, classes, pretrained=pretrained)
-        source = ModelConfig(name, gates=as_gates(gates), exits=exits, kept=as_kept(kept))
+        source = ModelConfig(name, **asked)
         return from_network(network, source, classes, size, embedding, heads, pretrained)
     entry = model_entry(name)
     if pretrained:
@@ -173,7 +179,7 @@ def create_model(
     known: dict[str, Any] = {
         k: v for k, v in values.items() if k in ModelConfig.__dataclass_fields__
     }
-    source = ModelConfig(name, gates=as_gates(gates), exits=exits, kept=as_kept(kept), **known)
+    source = ModelConfig(name, **asked, **known)
     usual = entry.embedding_widths
     return _joined(network, gating, Whole(full, whole), embedding, heads, usual, source)
 
@@ -188,7 +194,10 @@ def _joined(
     source: ModelConfig,
 ) -> DeepMoE:
     """The network, with an embedding and heads if the source asks for them."""
-    if source.gates != "none":
+    model: DeepMoE
+    if source.experts is not None:
+        model = add_experts(network, gating, source)
+    elif source.gates != "none":
         model = add_gates(network, gating, embedding, heads, widths, source, whole)
     elif source.exits:
         model = add_exits(network, gating, embedding, widths, source, whole)
@@ -311,6 +320,7 @@ def model_from_config(
         size=size,
         exits=model.exits,
         kept=model.kept,
+        experts=model.experts,
         **model_options(model),
     )
 
@@ -332,6 +342,8 @@ def config_of(model: DeepMoE, config: RunConfig | None = None) -> RunConfig:
         train = dataclasses.replace(config.train, precision="64-true")
         config = dataclasses.replace(config, train=train)
     made, heads = model.embedding, model.heads
+    if isinstance(model, HardMoE):
+        return dataclasses.replace(config, model=model.source)
     if heads is None:
         plain = dataclasses.replace(model.source, gates="none", exits=made is not None)
         config = dataclasses.replace(config, model=plain)

@@ -11,6 +11,7 @@ from deepmoe.errors import UserError
 from deepmoe.graph import Gating, choose
 from deepmoe.graph.graph import build
 from deepmoe.graph.narrow import resized
+from deepmoe.hard_moe import refuse_experts
 from deepmoe.layers import GateHeads
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, list_models, model_options
@@ -41,6 +42,7 @@ def widen(model: DeepMoE, factor: float, *, noise: float = 0.05, seed: int = 0) 
         raise UserError("a sparse model can't be widened: widen the model, then sparsify it")
     if not isinstance(model, DeepMoE):
         raise UserError("widen takes a gated model: give it gate(network, images)")
+    refuse_experts(model, "widen the network that they start from")
     if not isinstance(factor, int | float) or not isinstance(noise, int | float):
         raise UserError("factor and noise are numbers")
     if not 1 <= factor <= MOST or not 0 <= noise <= 1:

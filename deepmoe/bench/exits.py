@@ -14,7 +14,7 @@ from torch import Tensor
 from deepmoe.data import Batch
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
-from deepmoe.sparse import SparseModel, sparsify
+from deepmoe.sparse import InferenceModel, sparsify
 from deepmoe.timing import timed
 
 # Batches to warm up with, until ways are chosen and graphs captured: no more of them, and once
@@ -90,7 +90,7 @@ def threads_of_cpu(count: int | None) -> Iterator[None]:
 class _Way:
     """A sparse model with its exits on or off, and what it has done so far."""
 
-    sparse: SparseModel
+    sparse: InferenceModel
     exit_at: Tensor | None
     images: int = 0
     right: int = 0

@@ -82,7 +82,9 @@ def exits(
 def _check_fit(opened: Opened, overrides: tuple[str, ...]) -> None:
     """Refuses models that can't have exits, and images that can't be used to find them."""
     from deepmoe.config import apply_overrides
+    from deepmoe.hard_moe import refuse_experts
 
+    refuse_experts(opened.checkpoint.model, "it can't have exits")
     config, info = opened.checkpoint.config, opened.checkpoint.info
     if info.task != "classification":
         raise UserError("segmentation has no exits: an embedding answers for a whole image")

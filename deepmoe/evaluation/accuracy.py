@@ -23,7 +23,7 @@ class Evaluation:
     macs: float  # base network as gated, plus embedding and gate heads
     dense_macs: int  # of the base network alone, with all channels
     active: float  # share of the gated channels that run
-    embedding_accuracy: float | None  # None for a model without one
+    embedding_accuracy: float | None  # None for a model without one that answers
     exited: float | None = None  # share of the images that the embedding has answered
 
     measure: ClassVar[str] = "accuracy"
@@ -50,13 +50,13 @@ def evaluate(model: DeepMoE, batches: Batches) -> Evaluation:
         UserError: where there are no images, or the model's weights or outputs are not finite.
     """
     model.check_finite()
-    device, size = next(model.parameters()).device, (0, 0)
+    device, size, answers = next(model.parameters()).device, (0, 0), False
     # In double precision: sums of MACs don't fit into single precision.
     sums = torch.zeros(8, dtype=torch.float64, device=device)
     for x_BCHW, labels in batches_for(model, batches):
         size, output = size_of(x_BCHW), model(x_BCHW)
         logits, guess = output.logits.double(), output.embedding_logits
-        none = torch.zeros_like(sums[0])
+        none, answers = torch.zeros_like(sums[0]), guess is not None
         figures = (
             torch.ones_like(labels).sum(),
             (logits.argmax(dim=1) == labels).sum(),
@@ -78,6 +78,6 @@ def evaluate(model: DeepMoE, batches: Batches) -> Evaluation:
         macs=macs,
         dense_macs=dense_macs(model, size),
         active=active,
-        embedding_accuracy=embedding_accuracy if model.embedding is not None else None,
+        embedding_accuracy=embedding_accuracy if answers else None,
         exited=exited if model.exit_at is not None else None,
     )

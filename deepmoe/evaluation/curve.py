@@ -14,6 +14,7 @@ from deepmoe.evaluation.accuracy import Evaluation, evaluate
 from deepmoe.evaluation.batches import Batches, batches_for
 from deepmoe.evaluation.cut import refit_norms
 from deepmoe.evaluation.exits import collect_answers
+from deepmoe.hard_moe import refuse_experts
 from deepmoe.model import DeepMoE
 
 By = Literal["gates", "exits"]
@@ -57,6 +58,7 @@ def cost_curve(
     Raises:
         UserError: for a model that has no gates of its own to close, or no embedding to answer.
     """
+    refuse_experts(model, "it has neither gates nor exits, so that its cost can't be changed")
     by = by or usual_way(model)
     if by not in LEVELS:
         raise UserError(f"a curve goes by gates or exits, not by {by!r}")

@@ -10,6 +10,7 @@ from deepmoe.data import Loader
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for
 from deepmoe.evaluation.importance import gate_importance
+from deepmoe.hard_moe import refuse_experts
 from deepmoe.layers import GateHeads
 from deepmoe.model import DeepMoE
 
@@ -33,6 +34,7 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
     Raises:
         UserError: for a model without gates that could be closed, or a share out of reach.
     """
+    refuse_experts(model, "it has no gates, so that its cost can't be changed")
     if not model.gated:
         raise UserError("a dense network has no gates, so that its cost can't be changed")
     if not isinstance(model.heads, GateHeads) and model.codebook is None:

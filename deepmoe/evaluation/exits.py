@@ -17,6 +17,7 @@ from deepmoe.errors import UserError
 from deepmoe.evaluation.accuracy import Evaluation
 from deepmoe.evaluation.batches import Batches, batches_for, size_of
 from deepmoe.extras import require
+from deepmoe.hard_moe import refuse_experts
 from deepmoe.model import DeepMoE, confidence
 
 CERTIFIED_STEPS = 1000  # thresholds that are tested one after the other, from 1 down to 0
@@ -129,6 +130,7 @@ def collect_answers(model: DeepMoE, batches: Batches) -> Answers:
         UserError: for a model without an embedding, one that does not classify images, or outputs
             that are not finite.
     """
+    refuse_experts(model, "it can't have exits, since its features answer nothing themselves")
     if model.embedding is None:
         raise UserError(
             "the model has no embedding that could answer: train one with model.exits=true"

@@ -8,6 +8,7 @@ import torch
 from deepmoe.costs import count_macs, dense_macs
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for, size_of
+from deepmoe.hard_moe import refuse_experts
 from deepmoe.model import DeepMoE
 
 
@@ -31,6 +32,7 @@ def collect_gates(model: DeepMoE, batches: Batches, class_names: tuple[str, ...]
 
     Gates of an image that the embedding has answered are zero: none of its channels ran.
     """
+    refuse_experts(model, "it has no gates to record")
     if not model.gated and model.exit_at is None:
         raise UserError("a dense network has no gates to record")
     rows, size = [], (0, 0)

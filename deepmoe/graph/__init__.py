@@ -1,6 +1,7 @@
 """Any convolutional network as data, captured once: everything else is a function of it."""
 
 from deepmoe.graph.capture import evaluation_mode
+from deepmoe.graph.features import without_classifier
 from deepmoe.graph.gating import (
     Gating,
     NothingToGate,
@@ -34,4 +35,5 @@ __all__ = [
     "scale_inputs",
     "why_not",
     "with_kept",
+    "without_classifier",
 ]

@@ -1,45 +1,56 @@
 """Each code of a route codebook as a small network of its own; a batch is grouped by code."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from deepmoe.cuda_graphs import GraphCache, Work, one_after_another
-from deepmoe.sparse.executors import SmallNetwork
-from deepmoe.sparse.program import Program
 from deepmoe.sparse.route_groups import images_of
 
 # A captured network serves groups of one size: with fewer sizes it comes up again more often.
 MULTIPLE_OF_IMAGES = 4
 
 
+class RunsOnSome(Protocol):
+    """A network that runs on some images of a batch."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the weights."""
+
+    def __call__(self, x_BCHW: Tensor, size: tuple[int, int]) -> Tensor:
+        """Logits, from features of images of this size."""
+
+
 class CodeNetworks:
     """The small networks of all codes, made on first use and kept under a memory limit.
 
     Args:
-        program: of the whole network.
-        codes: for each gated group, the gates of all codes.
+        make: gives the network of a code.
+        codes: how many there are.
+        device: where they run.
         memory_limit: in bytes; beyond it, the network used least recently is dropped.
         graphs: captures and runs networks on a GPU; `None` elsewhere.
     """
 
     def __init__(
         self,
-        program: Program,
-        codes: Sequence[Tensor],
+        make: Callable[[int], RunsOnSome],
+        codes: int,
+        device: torch.device,
         memory_limit: int | None,
         graphs: GraphCache | None,
     ) -> None:
-        self.program = program
-        self.codes = codes
-        self.numbers = torch.arange(len(codes[0]), device=codes[0].device)
+        self.make = make
+        self.numbers = torch.arange(codes, device=device)
         self.memory_limit = memory_limit
         self.graphs = graphs
         self.multiple = 1 if graphs is None else MULTIPLE_OF_IMAGES
-        self.networks: OrderedDict[int, SmallNetwork] = OrderedDict()
+        self.networks: OrderedDict[int, RunsOnSome] = OrderedDict()
 
     def sort(self, x_BCHW: Tensor, codes_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sorts features of images by code. The shapes are fixed, so that it can be captured.
@@ -76,11 +87,10 @@ class CodeNetworks:
         results = zip(run_all(works), (count for count in counts if count), strict=True)
         return torch.cat([logits[:count] for logits, count in results])
 
-    def network_of(self, code: int) -> SmallNetwork:
+    def network_of(self, code: int) -> RunsOnSome:
         """The network of a code, from the cache or made anew."""
         if code not in self.networks:
-            gates = [g[code] for g in self.codes]
-            self.networks[code] = SmallNetwork(self.program, gates)
+            self.networks[code] = self.make(code)
         self.networks.move_to_end(code)
         self._make_room()
         return self.networks[code]

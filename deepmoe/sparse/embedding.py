@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from deepmoe.graph import Gating
+from deepmoe.graph import Gating, Graph
 from deepmoe.layers import ConvNormReLU, ShallowEmbedding
 from deepmoe.model import Embedding
 from deepmoe.network_embedding import NetworkEmbedding
@@ -26,7 +26,34 @@ def fast_embedding(
     """A function that gives the mixture weights and class logits that an embedding gives."""
     if isinstance(embedding, NetworkEmbedding):
         return FastNetwork(embedding, dtype)
+    assert isinstance(embedding, ShallowEmbedding)
     return FastEmbedding(embedding, dtype)
+
+
+class FoldedNetwork:
+    """Gives what a network without gates gives, its norms folded into its layers.
+
+    Args:
+        network: which is copied.
+        graph: of the network.
+        dtype: to run in.
+    """
+
+    def __init__(self, network: nn.Module, graph: Graph, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        copied, gating, _ = Gating(graph, ()).narrow(network, [])
+        self.program = translate(copied.eval(), gating, dtype)
+        self.whole = FixedExecutor(whole_network(self.program))
+
+    def __call__(self, x_BCHW: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+        """Its output, from images in any memory format; of any size, whatever is said of it."""
+        best = torch.channels_last if x_BCHW.is_cuda else torch.preserve_format
+        return self.program.whole(self.whole, x_BCHW.to(self.dtype, memory_format=best))
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the weights."""
+        return self.whole.bytes
 
 
 class FastNetwork:
@@ -39,16 +66,11 @@ class FastNetwork:
 
     def __init__(self, embedding: NetworkEmbedding, dtype: torch.dtype) -> None:
         self.embedding = embedding
-        self.dtype = dtype
-        copied, gating, _ = Gating(embedding.graph, ()).narrow(embedding.network, [])
-        self.program = translate(copied.eval(), gating, dtype)
-        self.whole = FixedExecutor(whole_network(self.program))
+        self.network = FoldedNetwork(embedding.network, embedding.graph, dtype)
 
     def __call__(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Mixture weights e_BD and class logits, from images in any memory format."""
-        best = torch.channels_last if x_BCHW.is_cuda else torch.preserve_format
-        images = x_BCHW.to(self.dtype, memory_format=best)
-        return self.embedding.mix(self.program.whole(self.whole, images))
+        return self.embedding.mix(self.network(x_BCHW))
 
 
 class FastEmbedding:

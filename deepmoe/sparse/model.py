@@ -1,26 +1,33 @@
 """SparseModel: a trained network that runs only what its gates and exits ask for."""
 
 import copy
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from deepmoe.costs import count_costs
-from deepmoe.cuda_graphs import GraphCache, SideStream, Work, on_its_way
+from deepmoe.cuda_graphs import SideStream, on_its_way
 from deepmoe.errors import UserError
 from deepmoe.extras import require
 from deepmoe.graph import Gating, evaluation_mode
+from deepmoe.hard_moe import HardMoE
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.sparse.code_networks import CodeNetworks
 from deepmoe.sparse.dynamic import DynamicNetwork
 from deepmoe.sparse.embedding import fast_embedding
-from deepmoe.sparse.executors import FixedExecutor, MaskedExecutor, whole_network, with_idle
+from deepmoe.sparse.executors import (
+    FixedExecutor,
+    MaskedExecutor,
+    SmallNetwork,
+    whole_network,
+    with_idle,
+)
+from deepmoe.sparse.expert_networks import SparseExperts
 from deepmoe.sparse.few_inputs import ImageConvolution, channel_multiple
+from deepmoe.sparse.inference import InferenceModel
 from deepmoe.sparse.planner import Plan, Planner, in_words
 from deepmoe.sparse.program import translate
 from deepmoe.sparse.route_groups import images_of, in_order, parts_by_route, roughly, routes_of
@@ -39,7 +46,7 @@ def sparsify(
     dtype: torch.dtype | None = None,
     memory_limit: int | None = None,
     plan: Plan | str | Path | None = None,
-) -> "SparseModel":
+) -> InferenceModel:
     """Prepares a model for inference that runs only what its gates and exits ask for.
 
     The result gives the outputs of the model in evaluation mode. It stays on the model's device,
@@ -48,9 +55,10 @@ def sparsify(
     Images that the embedding answers never reach heads and base network: their gates are zero.
 
     Args:
-        model: a model with gates, exits or both. One with a route codebook runs each code as a
-            small network of its own, any other one with gates collects the weights of each route
-            as it goes. Without gates, images that do not exit run all channels.
+        model: a model with gates, exits or both, or of experts. One with a route codebook runs each
+            code as a small network of its own, any other one with gates collects the weights of
+            each route as it goes. Without gates, images that do not exit run all channels. Experts
+            are whole networks: each one runs the images of its cluster.
         dtype: of the convolutions; the model's own if not given. Gates are always made in the
             model's own precision.
         memory_limit: bytes that the small networks of a codebook may take together; those used
@@ -63,13 +71,13 @@ def sparsify(
         UserError: for a model without gates and exits, which has nothing to skip, one with weights
             that are not finite, or one that is sparse already.
     """
-    if isinstance(model, SparseModel):
+    if isinstance(model, InferenceModel):
         raise UserError("this model is sparse already")
     if not isinstance(model, DeepMoE):
         raise UserError("sparsify takes a gated model: give it deepmoe.gate(network, images)")
     if model.embedding is None:
         raise UserError("a dense network has no gates, so that there is nothing to skip")
-    if not model.gated and model.exit_at is None:
+    if not model.gated and model.exit_at is None and not isinstance(model, HardMoE):
         raise UserError(
             "the model has no gates, and its exits are not set, so that there is nothing to skip: "
             "run deepmoe exits first"
@@ -78,6 +86,8 @@ def sparsify(
     if next(model.parameters()).device.type == "cpu":
         require("sparse", "numba", "llvmlite")
     plan = Plan.load(plan) if isinstance(plan, str | Path) else plan
+    if isinstance(model, HardMoE):
+        return SparseExperts(model, dtype or next(model.parameters()).dtype)
     return SparseModel(model, dtype or next(model.parameters()).dtype, memory_limit, plan)
 
 
@@ -88,7 +98,7 @@ class Start(NamedTuple):
     size: tuple[int, int]
 
 
-class SparseModel(DeepMoE):
+class SparseModel(InferenceModel):
     """See `sparsify`.
 
     `exit_at` may be set anew. With `None`, no image exits: a model without gates then runs its base
@@ -123,12 +133,9 @@ class SparseModel(DeepMoE):
         ]
         self.program = translate(small, small_gating, dtype)
         self.whole = FixedExecutor(whole_network(self.program))
-        self.lock = threading.Lock()  # memory of one run is used again by the next
-        self.seen: set[tuple[torch.Size, torch.dtype, torch.device]] = set()  # images that fit
+        self.set_up(device)
         preferred = PREFERRED_ON_GPU if device.type == "cuda" else PREFERRED
         self.planner: Planner[Hashable] = Planner(preferred, None if plan is None else plan.network)
-        self.graphs = GraphCache(device) if device.type == "cuda" else None
-        self.last_run = torch.cuda.Event() if device.type == "cuda" else None
         self.side_stream = SideStream(device)
         self.dense_shapes: set[torch.Size] = set()  # whose last batch ran all channels, on a GPU
         self.dynamic = DynamicNetwork(
@@ -137,7 +144,13 @@ class SparseModel(DeepMoE):
         self.small_networks: CodeNetworks | None = None
         if model.codebook is not None:
             codes = self._kept(model.codebook.codes.split(model.codebook.widths, dim=1))
-            self.small_networks = CodeNetworks(self.program, codes, memory_limit, self.graphs)
+            self.small_networks = CodeNetworks(
+                lambda code: SmallNetwork(self.program, [g[code] for g in codes]),
+                len(model.codebook.codes),
+                device,
+                memory_limit,
+                self.graphs,
+            )
         assert self.embedding is not None
         self.fast_embedding = fast_embedding(self.embedding, dtype)
         # Whether the first layer brings images into the memory format and precision that it likes.
@@ -146,61 +159,11 @@ class SparseModel(DeepMoE):
         )
         self.eval()
 
-    @torch.inference_mode()
-    def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
-        self._check_images(x_BCHW)
-        if self.last_run is None:
-            with self.lock:
-                return self._forward(x_BCHW)
-        with self.lock, torch.cuda.device(x_BCHW.device):
-            # Another thread's run may be on another stream, and not done yet.
-            torch.cuda.current_stream().wait_event(self.last_run)
-            output = self._forward(x_BCHW)
-            self.last_run.record()
-            return output
-
-    def _check_images(self, x_BCHW: Tensor) -> None:
-        """Refuses what would give a wrong result, or none: in one sentence."""
-        seen = (x_BCHW.shape, x_BCHW.dtype, x_BCHW.device)
-        if seen in self.seen:  # looked at before: small batches take less time than a look
-            return
-        colours = self.gating.graph.colours
-        if x_BCHW.dim() != 4 or x_BCHW.shape[1] != colours or not x_BCHW.is_floating_point():
-            raise UserError(
-                f"images come normalised, as floats of shape (images, {colours}, height, width), "
-                f"not as {str(x_BCHW.dtype).removeprefix('torch.')} of {tuple(x_BCHW.shape)}"
-            )
-        if not len(x_BCHW):
-            raise UserError("there are no images in the batch")
-        own = next(self.parameters()).device
-        if x_BCHW.device != own:
-            raise UserError(f"the images are on {x_BCHW.device}, but the model is on {own}")
-        # Tells if they are too small for the network.
-        count_costs(self, (x_BCHW.shape[-2], x_BCHW.shape[-1]))
-        self.seen.add(seen)
-
     @property
     def plan(self) -> Plan:
         """How the batches and layers that came up are run, as far as that is decided."""
         network = {in_words(case): way for case, way in self.planner.chosen.items()}
         return Plan(network, self.dynamic.plan)
-
-    def check_finite(self) -> None:
-        """The model was looked at before it was made sparse."""
-
-    def train(self, mode: bool = True) -> Self:
-        if mode:
-            raise UserError("a sparse model can't be trained: train the model, then sparsify it")
-        return super().train(mode)
-
-    def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        raise UserError("a sparse model has no weights to save: save the model it was made of")
-
-    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        raise UserError("a sparse model keeps its weights: load them, then sparsify the model")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:  # of copies and pickles
-        raise UserError("a sparse model can't be copied or pickled: sparsify the model once more")
 
     def _forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
         if self.exit_at is None:
@@ -337,10 +300,6 @@ class SparseModel(DeepMoE):
         images, *others = x_BCHW.shape
         return (images if self.exit_at is None else roughly(images), *others)
 
-    def _apply(self, *arguments: Any, **options: Any) -> Self:
-        """What `to`, `cuda` or `half` come down to: packed weights would stay behind."""
-        raise UserError("a sparse model stays as it was made: move the model, then sparsify it")
-
     def _look(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The embedding's mixture weights and logits, and which images exit."""
         e_BD, embedding_logits = self.fast_embedding(x_BCHW)
@@ -392,12 +351,6 @@ class SparseModel(DeepMoE):
     def _kept(self, gates: Gates) -> Gates:
         kept = zip(gates, self.kept, strict=True)
         return tuple(g if k is None else g.index_select(1, k) for g, k in kept)
-
-    def _run(self, name: Hashable, function: Callable[..., Any], *inputs: Tensor) -> Any:
-        """Calls a function; by a CUDA graph where that is possible."""
-        if self.graphs is None:
-            return function(*inputs)
-        return self.graphs.run(Work(name, function, inputs))
 
 
 def _channels_to_keep(model: DeepMoE, widths: Sequence[int], multiple: int) -> list[Tensor]:

@@ -54,7 +54,7 @@ def learn_codebook(
     check_codes(codes, len(gates_NC))
     widths = model.gating.widths
     weight_C = _channel_weights(model, size)
-    clusters = _cluster(_narrow_features(gates_NC, weight_C, widths, seed), codes, seed)
+    clusters = cluster(_narrow_features(gates_NC, weight_C, widths, seed), codes, seed)
     found = [_common_route(gates_NC[clusters == c], widths) for c in clusters.unique()]
     codes_KC = torch.stack(found).unique(dim=0)
     return RouteCodebook(codes_KC, weight_C, widths).to(next(model.parameters()).device)
@@ -91,7 +91,7 @@ def _narrow_features(
     return torch.cat([project(part, projection) for part in features])
 
 
-def _cluster(features_NF: Tensor, clusters: int, seed: int) -> Tensor:
+def cluster(features_NF: Tensor, clusters: int, seed: int) -> Tensor:
     """The cluster of each image; some clusters may have none."""
     from sklearn.cluster import KMeans  # slow to import, and most runs don't need it
     from sklearn.exceptions import ConvergenceWarning

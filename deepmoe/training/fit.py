@@ -14,19 +14,34 @@ from lightning_fabric import Fabric
 from torch import nn
 from torch.utils.data import Dataset
 
-from deepmoe.checkpoint import CheckpointStore, TrainState, load_checkpoint, read_progress
+from deepmoe.checkpoint import (
+    CheckpointStore,
+    TrainState,
+    load_checkpoint,
+    read_model,
+    read_progress,
+)
 from deepmoe.compare.task import check_norms
-from deepmoe.config import GIVEN, RunConfig, TrainConfig, config_to_dict, config_to_toml
+from deepmoe.config import (
+    GIVEN,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+    config_to_dict,
+    config_to_toml,
+)
 from deepmoe.costs import count_costs
 from deepmoe.data import DataInfo, DataSource, open_data, open_datasets
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive, write_atomically
+from deepmoe.hard_moe import HardMoE
 from deepmoe.layers import ScaleFactors
 from deepmoe.model import DeepMoE
 from deepmoe.processes import from_first_process
 from deepmoe.registry import config_of
 from deepmoe.sources import is_source
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
+from deepmoe.training.experts import check_devices, learn_centroids
 from deepmoe.training.lessons import TaughtLoader, only_lessons
 from deepmoe.training.log import METRICS_NAME, RunLog, read_metrics
 from deepmoe.training.teachers import load_teachers
@@ -123,6 +138,7 @@ def _fit_configured(
     nodes: int = 1,
     quiet: bool = False,
 ) -> FitResult:
+    check_devices(config, devices * nodes)
     fabric = make_fabric(config.train, devices=devices, nodes=nodes)
     check_folder(Path(out), resume=resume, overwrite=overwrite)
     config = as_pruned(config, CheckpointStore(Path(out), keep=0).last if resume else None)
@@ -157,6 +173,7 @@ def _fit_given(
     if prunes(config):
         raise UserError("a model of your own is pruned before fit: by deepmoe.pruning.prune")
     config = config_of(model, replace(config, data=replace(config.data, name=GIVEN)))
+    check_devices(config, devices * nodes)
     fabric = make_fabric(config.train, devices=devices, nodes=nodes)
     check_folder(Path(out), resume=resume, overwrite=overwrite)
     data = open_datasets(
@@ -191,14 +208,17 @@ def _run(
     if config.loss.norm_sparsity or isinstance(model.heads, ScaleFactors):
         check_norms(model.network, model.gating)
     resumed, prune_seconds = resume and store.last.exists(), None
+    state, notes = TrainState(), []
     if train.start is not None and not resumed:
         start = start_from(train.start, model, data.info, config)
         if prunes(config):
             began = time.perf_counter()
             model, config = pruned_start(model, start, config, data)
             prune_seconds = time.perf_counter() - began
+    if isinstance(model, HardMoE) and not resumed and not model.has_centroids:
+        with fabric.autocast():  # as in the steps to come
+            notes.append(learn_centroids(model, data.train, train.seed))
     optimizer = make_optimizer(model, config)
-    state, notes = TrainState(), []
     if resumed:
         state, begun = _restore(store.last, config, model, optimizer)
         if (begun.start, begun.teachers) != (train.start, train.teachers):
@@ -242,6 +262,7 @@ def as_pruned(config: RunConfig, last: Path | None) -> RunConfig:
     """The configuration with the widths that pruning has found when the run was begun.
 
     Before that they are not known, whatever a configuration says that an earlier run has left.
+    Experts are as wide as their start is.
     """
     begun = read_progress(last)[0] if last is not None and last.exists() else None
     model, embedding = config.model, config.embedding
@@ -249,7 +270,22 @@ def as_pruned(config: RunConfig, last: Path | None) -> RunConfig:
         model = replace(model, kept=None if begun is None else begun.model.kept)
     if embedding.prune is not None:
         embedding = replace(embedding, kept=None if begun is None else begun.embedding.kept)
+    if model.experts is not None:
+        made_of = _start_of_experts(config) if begun is None else begun.model
+        model = replace(model, kept=made_of.kept if model.kept is None else model.kept)
     return replace(config, model=model, embedding=embedding)
+
+
+def _start_of_experts(config: RunConfig) -> ModelConfig:
+    start = config.train.start
+    if start is None:
+        raise UserError(
+            "experts are copies of a trained network: with model.experts, name its checkpoint by "
+            "train.start"
+        )
+    if not Path(start).is_file():
+        raise UserError(f"train.start: no checkpoint at {start}; train that network first")
+    return read_model(start)
 
 
 @contextlib.contextmanager
@@ -287,7 +323,7 @@ def _restore(
     if changed:
         raise UserError(f"{path} was trained with other settings of {', '.join(changed)}")
     name = config.model.name
-    made = model.network if name == GIVEN else name if is_source(name) else None
+    made = model.one_network if name == GIVEN else name if is_source(name) else None
     checkpoint = load_checkpoint(path, network=made)
     if checkpoint.model.codebook is not None:
         model.codebook = checkpoint.model.codebook.to(next(model.parameters()).device)
@@ -338,5 +374,7 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _title(config: RunConfig, model: DeepMoE) -> str:
-    name = config.model.name if config.model.name != GIVEN else type(model.network).__name__
+    name = config.model.name if config.model.name != GIVEN else type(model.one_network).__name__
+    if isinstance(model, HardMoE):
+        return f"{name} with {len(model.centroids)} experts"
     return f"{name} {'dense' if model.embedding is None else 'deepmoe'}"

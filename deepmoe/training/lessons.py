@@ -23,6 +23,7 @@ from deepmoe.data.loader import ViewLoader
 from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
+from deepmoe.model import can_be_captured
 from deepmoe.training.teachers import Teachers, beside
 
 FORMAT = "deepmoe-lessons"
@@ -66,7 +67,7 @@ def teach_from(
     device = choose_device(config.train.device)
     data = open_data(config.data, batch_size=BATCH, device=device, info=first.info)
     teachers = Teachers([beside(c.model, device) for c in loaded]).requires_grad_(False).eval()
-    if device.type == "cuda":
+    if device.type == "cuda" and can_be_captured(teachers):
         teachers.compile(dynamic=False)
     loader = _in_memory(data.train)
     with autocast(device, choose_precision(config.train.precision, device)):

@@ -75,7 +75,7 @@ def load_trained(
     own = config.model.name
     by_name = own if is_source(own) else None
     same = read_network(path) == own
-    made = model.network if own == GIVEN else by_name
+    made = model.one_network if own == GIVEN else by_name
     trained = load_checkpoint(path, network=made if same else None)
     same_data = trained.config.data.name == config.data.name
     same_data = same_data and trained.info.class_names == info.class_names

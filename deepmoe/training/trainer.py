@@ -21,7 +21,7 @@ from deepmoe.errors import OutputClosed, TrainingDiverged, TrainingInterrupted, 
 from deepmoe.evaluation import Evaluation, SegmentationEvaluation, evaluate_on
 from deepmoe.layers import RouteCodebook, ScaleFactors
 from deepmoe.losses import DeepMoELoss, LossParts
-from deepmoe.model import DeepMoE
+from deepmoe.model import DeepMoE, can_be_captured
 from deepmoe.processes import (
     any_process,
     copy_from_first_process,
@@ -132,10 +132,11 @@ class Trainer:
         set_stage(self.model, stage)
         train, on_cuda = self.config.train, self.fabric.device.type == "cuda"
         objective = Objective(self.model, self._loss(stage), self.teachers)
-        if train.compile == "on" or (train.compile == "auto" and on_cuda):
+        captured = on_cuda and can_be_captured(objective)
+        if train.compile == "on" or (train.compile == "auto" and captured):
             objective.compile(dynamic=False)
         wrapped, optimizer = self.fabric.setup(objective, self.optimizer)
-        graphs = train.cuda_graphs == "auto" and on_cuda and process_count() == 1
+        graphs = train.cuda_graphs == "auto" and captured and process_count() == 1
         return (GraphedStep if graphs else EagerStep)(wrapped, optimizer, self.fabric)
 
     def _run_epoch(self, step: EagerStep, stage: TrainingStage, epoch: int) -> None:

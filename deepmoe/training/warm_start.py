@@ -9,10 +9,12 @@ from deepmoe.config import RunConfig
 from deepmoe.data import DataInfo, DataSource
 from deepmoe.errors import UserError
 from deepmoe.graph import channel_strengths, prunable
+from deepmoe.hard_moe import HardMoE
 from deepmoe.layers import GateHeads, ScaleFactors
 from deepmoe.model import DeepMoE
 from deepmoe.network_embedding import NetworkEmbedding
 from deepmoe.pruning import prune
+from deepmoe.training.experts import start_experts
 from deepmoe.training.teachers import load_trained
 from deepmoe.training.trainer import make_model
 
@@ -37,6 +39,9 @@ def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> 
     start = load_trained("train.start", path, model, info, config).model
     if isinstance(start.heads, ScaleFactors) and config.train.prune_by != "sss":
         raise UserError(f"{path} has scaling factors, which are for train.prune_by=sss alone")
+    if isinstance(model, HardMoE):
+        start_experts(model, start, path)
+        return start
     if not config.train.epochs and model.gated and not start.gated:
         raise UserError(f"{path} has no gates, and without a joint stage none would be trained")
     try:
