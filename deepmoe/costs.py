@@ -37,7 +37,7 @@ def count_costs(model: DeepMoE, size: Size) -> Costs:
     graph, size = model.gating.graph, as_pair(size)
     macs = graph.macs(size)
     convs = [layer for layer in graph.layers if layer.is_conv]
-    heads = 0 if model.heads is None else model.heads.weight.numel()
+    heads = 0 if model.heads is None else model.heads.macs
     # A codebook compares patterns and values of all channels with those of each code.
     codes = 0 if model.codebook is None else 2 * model.codebook.codes.numel()
     return Costs(

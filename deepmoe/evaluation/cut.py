@@ -33,6 +33,7 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
     Raises:
         UserError: for a model without gates that could be closed, or a share out of reach.
     """
+    model.check_ahead()
     if not model.gated:
         raise UserError("a dense network has no gates, so that its cost can't be changed")
     if not isinstance(model.heads, GateHeads) and model.codebook is None:

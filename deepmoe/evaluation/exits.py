@@ -129,6 +129,7 @@ def collect_answers(model: DeepMoE, batches: Batches) -> Answers:
         UserError: for a model without an embedding, one that does not classify images, or outputs
             that are not finite.
     """
+    model.check_ahead()
     if model.embedding is None:
         raise UserError(
             "the model has no embedding that could answer: train one with model.exits=true"

@@ -12,6 +12,7 @@ from deepmoe.graph.gating import (
 )
 from deepmoe.graph.graph import Graph, Group, Layer, describe
 from deepmoe.graph.narrow import narrowed, narrowed_graph
+from deepmoe.graph.scales import absorb_scales
 from deepmoe.graph.strengths import channel_strengths, scale_inputs
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Group",
     "Layer",
     "NothingToGate",
+    "absorb_scales",
     "channel_strengths",
     "choose",
     "describe",

@@ -250,7 +250,9 @@ def _alone_in(out: Path) -> Iterator[None]:
 
 def _calibrates(config: RunConfig) -> bool:
     train = config.train
-    fitted = train.target_macs is not None or train.codes is not None
+    # Channels that fbs keeps are counted: no images are needed for that.
+    counted = config.heads.kind == "fbs"
+    fitted = (train.target_macs is not None and not counted) or train.codes is not None
     return fitted and config.model.gates != "none"
 
 
@@ -327,4 +329,5 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 def _title(config: RunConfig, model: DeepMoE) -> str:
     name = config.model.name if config.model.name != GIVEN else type(model.network).__name__
-    return f"{name} {'dense' if model.embedding is None else 'deepmoe'}"
+    kind = config.heads.kind if model.on_the_way else "deepmoe"
+    return f"{name} {kind if model.gated or model.embedding is not None else 'dense'}"
