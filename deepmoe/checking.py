@@ -88,6 +88,7 @@ def check(model: DeepMoE, images: Tensor, *, seed: int = 0) -> Check:
 
 def _check_arguments(model: Any, images: Any) -> None:
     check_gated(model, "check")
+    model.check_ahead()
     colours, like = model.gating.graph.colours, next(model.parameters())
     fits = isinstance(images, Tensor) and images.dim() == 4 and images.shape[1] == colours
     if not fits or not len(images) or not images.is_floating_point():

@@ -23,7 +23,7 @@ from deepmoe.config import GIVEN, ModelConfig, RunConfig, config_from_dict, conf
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
-from deepmoe.layers import RouteCodebook
+from deepmoe.layers import GateHeads, NoisyTopKHeads, RouteCodebook
 from deepmoe.model import DeepMoE
 from deepmoe.registry import list_models, model_from_config
 from deepmoe.schema import from_plain
@@ -337,16 +337,17 @@ def _fits(file: _File, shapes: Mapping[str, Any], model: DeepMoE) -> bool:
         name: (tensor.shape, tensor.dtype)
         for name, tensor in model.state_dict(keep_vars=True).items()
     }
-    if model.heads is not None and file.heads_group > 1:
+    if isinstance(model.heads, GateHeads | NoisyTopKHeads) and file.heads_group > 1:
         rows = sum(-(-width // file.heads_group) for width in widths)
         expected["heads.weight"] = (torch.Size((rows, model.heads.weight.shape[1])), dtype)
     parameters = {name: expected[name] for name, _ in model.named_parameters()}
     found = _with_prefix(shapes, MODEL)
     if model.embedding is not None and "exit_at" in found:
         expected["exit_at"] = (torch.Size(()), dtype)
-    if model.gated and "thresholds" in found:
+    ahead = model.gated and not model.on_the_way
+    if ahead and "thresholds" in found:
         expected["thresholds"] = (torch.Size((sum(widths),)), dtype)
-    if model.gated and "codebook.codes" in found:
+    if ahead and "codebook.codes" in found:
         codes = found["codebook.codes"][0]
         if len(codes) == 2 and codes[0]:
             expected["codebook.codes"] = (torch.Size((codes[0], sum(widths))), dtype)
@@ -359,7 +360,7 @@ def _fits(file: _File, shapes: Mapping[str, Any], model: DeepMoE) -> bool:
 
 def _ungrouped(weights: dict[str, Tensor], group: int, model: DeepMoE) -> dict[str, Tensor]:
     """Version 1 had gates for several neighbouring channels: each gets one of its own, the same."""
-    if group == 1 or model.heads is None:
+    if group == 1 or not isinstance(model.heads, GateHeads | NoisyTopKHeads):
         return weights
     widths = model.gating.widths
     rows = weights["heads.weight"].split([-(-width // group) for width in widths])

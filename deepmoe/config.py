@@ -19,7 +19,7 @@ GIVEN: Literal["given"] = (
     "given"  # the name of a network, or of data, that was handed over in Python
 )
 
-HeadsKind = Literal["relu", "noisy-topk", "scale"]
+HeadsKind = Literal["relu", "noisy-topk", "scale", "fbs", "rnp"]
 PruneBy = Literal[
     "taylor", "strength", "li", "li-greedy", "he", "thinet", "sss", "slimming", "depgraph"
 ]
@@ -63,10 +63,18 @@ class EmbeddingConfig:
 class HeadsConfig:
     """The gate heads."""
 
+    # relu, noisy-topk: from the embedding; fbs, rnp: from what each layer reads, without one;
+    # scale: the same for all images, for train.prune_by = "sss"
     kind: HeadsKind = "relu"
     init: str | None = None  # see layers.heads.initialise; None: by kind, and spread under a budget
-    share: float = 0.5  # of a layer's channels that noisy top-k keeps
+    share: float = 0.5  # of a layer's channels that noisy top-k and fbs keep
+    groups: int = 4  # rnp: into which a layer's channels are parted; an action runs the first few
+    hidden: int = 32  # rnp: width of the agent's recurrent cell
+    penalty: float = -0.1  # rnp: reward of a group beyond the first; a budget moves it
     lr_scale: float = 1.0  # their learning rate, in units of train.lr
+
+
+ON_THE_WAY = ("fbs", "rnp")  # kinds of heads whose gates are made while the network runs
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,7 @@ class LossConfig:
     l1: Literal["sum", "mean"] = "sum"
     embedding: Schedule = 1.0  # mu
     balance: float = 0.0  # load balancing for noisy top-k
+    agent: float = 1.0  # rnp: by which the task's loss counts in the agent's reward
     label_smoothing: float = 0.0
     distillation: float = 0.0  # share of the task's loss that compares with train.teacher
     distillation_temperature: float = 4.0  # by which both networks' logits are divided there
@@ -186,6 +195,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "embedding.shrink": (1, 1e3),
     "embedding.prune": (TINY, 1),
     "heads.share": (TINY, 1),
+    "heads.groups": (1, 1e3),
+    "heads.hidden": (1, 1e5),
+    "heads.penalty": (-HUGE, -TINY),
     "heads.lr_scale": (0, HUGE),
     "data.size": (1, 1e5),
     "data.holdout": (0, HUGE),
@@ -200,6 +212,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "data.workers": (0, 1e3),
     "data.unreadable_limit": (0, 1),
     "loss.balance": (0, HUGE),
+    "loss.agent": (0, HUGE),
     "loss.label_smoothing": (0, 1),
     "loss.distillation": (0, 1),
     "loss.distillation_temperature": (TINY, 1e3),
@@ -298,6 +311,27 @@ class RunConfig:
             raise UserError("train.codes needs a gated model, but model.gates is none")
         if self.model.experts is not None:
             _check_run_of_experts(self)
+        self._check_heads_on_the_way()
+
+    def _check_heads_on_the_way(self) -> None:
+        kind = self.heads.kind
+        if kind not in ON_THE_WAY or self.model.gates == "none":
+            return
+        asked = {
+            "train.codes": self.train.codes is not None,
+            "model.exits": self.model.exits,
+            'embedding.form = "network"': self.embedding.form == "network",
+        }
+        for key, wanted in asked.items():
+            if wanted:
+                raise UserError(
+                    f'heads.kind = "{kind}" makes gates of features, without an embedding: it does '
+                    f"not go with {key}"
+                )
+        if kind == "rnp" and self.train.epochs == 1 and self.train.start is None:
+            raise UserError(
+                'heads.kind = "rnp" trains agent and network in turn: set train.epochs to 2 or more'
+            )
 
     @property
     def dense(self) -> "RunConfig":

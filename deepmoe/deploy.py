@@ -95,6 +95,7 @@ class Routes(nn.Module):
     def __init__(self, model: DeepMoE, taker: str) -> None:
         super().__init__()
         check_gated(model, taker)
+        model.check_ahead()
         if model.codebook is None or model.heads is None:
             raise UserError("the model has no codebook: train it with train.codes")
         if model.thresholds is not None:

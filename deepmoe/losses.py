@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepmoe.config import LossConfig
+from deepmoe.layers.agent import agent_loss
 from deepmoe.model import DeepMoEOutput
 from deepmoe.ops import at_least_single
 from deepmoe.schema import Schedule, value_at
@@ -22,6 +23,7 @@ class LossParts(NamedTuple):
     embedding: Tensor
     balance: Tensor
     distillation: Tensor
+    agent: Tensor
 
 
 class DeepMoELoss:
@@ -40,6 +42,8 @@ class DeepMoELoss:
         temperature: divides the logits of both before they are compared.
         embedding_distillation: as `distillation`, of the embedding's own cross-entropy.
         norm_sparsity: weight of the L1 norm of batch norms' scales, which `norm_l1` gives.
+        agent: where an agent makes the gates, it learns, and nothing else does: by which the task's
+            loss counts in its reward. `None`: it does not learn.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class DeepMoELoss:
         temperature: float = 4.0,
         embedding_distillation: float = 0.0,
         norm_sparsity: float = 0.0,
+        agent: float | None = None,
     ) -> None:
         if l1 not in ("sum", "mean"):
             raise ValueError(f"l1 is sum or mean, not {l1!r}")
@@ -68,6 +73,7 @@ class DeepMoELoss:
         self.temperature = temperature
         self.embedding_distillation = embedding_distillation
         self.norm_sparsity = norm_sparsity
+        self.agent = agent
 
     @classmethod
     def from_config(
@@ -85,6 +91,7 @@ class DeepMoELoss:
             temperature=config.distillation_temperature,
             embedding_distillation=config.embedding_distillation,
             norm_sparsity=0.0 if frozen else config.norm_sparsity,
+            agent=None if frozen else config.agent,
         )
 
     def weights(self, epoch: float) -> tuple[float, float]:
@@ -140,7 +147,19 @@ class DeepMoELoss:
                 taught = distance_from(teacher_logits, output.embedding_logits, self.temperature)
                 embedding = torch.lerp(embedding, taught.mean(), self.embedding_distillation)
         regular = sparsity * gates + embedding_weight * embedding + self.balance * balance
-        return LossParts(weighted_task + regular, task, gates, embedding, balance, distillation)
+        total, agent = weighted_task + regular, none
+        if output.decisions is not None and self.agent is not None:
+            reward_B = -self.agent * self._task_of_images(output.logits.detach(), targets)
+            total = agent = agent_loss(output.decisions, reward_B)
+        return LossParts(total, task, gates, embedding, balance, distillation, agent)
+
+    def _task_of_images(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The task's cross-entropy of each image; of its pixels' mean in segmentation."""
+        each = F.cross_entropy(
+            at_least_single(logits), targets, ignore_index=self.ignore_index, reduction="none"
+        ).view(len(targets), -1)
+        counted = (targets != self.ignore_index).view(len(targets), -1).sum(dim=1)
+        return each.sum(dim=1) / counted.clamp_min(1)
 
 
 def distance_from(teacher_logits: Tensor, logits: Tensor, temperature: float) -> Tensor:

@@ -11,10 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from deepmoe.config import GIVEN, EmbeddingConfig, HeadsConfig, HeadsKind, ModelConfig
+from deepmoe.config import (
+    GIVEN,
+    ON_THE_WAY,
+    EmbeddingConfig,
+    HeadsConfig,
+    HeadsKind,
+    ModelConfig,
+)
 from deepmoe.errors import UserError
+from deepmoe.feature_gates import fit_to_network, make_feature_heads
 from deepmoe.graph import Gating, Graph, choose, describe, with_kept
 from deepmoe.layers import (
+    Decisions,
+    FeatureHeads,
     GateHeads,
     Gates,
     NoisyTopKHeads,
@@ -31,7 +41,7 @@ if TYPE_CHECKING:
 
 
 Embedding = ShallowEmbedding | NetworkEmbedding | FeatureNetwork
-Heads = GateHeads | NoisyTopKHeads | ScaleFactors
+Heads = GateHeads | NoisyTopKHeads | ScaleFactors | FeatureHeads
 
 
 class Whole(NamedTuple):
@@ -50,12 +60,14 @@ class DeepMoEOutput(NamedTuple):
         gates: of every layer; `None` for a model without any.
         exited: which images the embedding has answered; `None` where it answers none, as in
             training.
+        decisions: of an agent that makes the gates; `None` where there is none.
     """
 
     logits: Tensor
     embedding_logits: Tensor | None
     gates: Gates | None
     exited: Tensor | None = None
+    decisions: Decisions | None = None
 
 
 SMALL_IMAGES = 64  # pixels a side, below which the embedding is that for CIFAR
@@ -66,6 +78,7 @@ MOST_CLASSES = 1_000_000
 
 # Lets torch.export.save write down the type of the output.
 _pytree._register_namedtuple(DeepMoEOutput, serialized_type_name="deepmoe.DeepMoEOutput")
+_pytree._register_namedtuple(Decisions, serialized_type_name="deepmoe.Decisions")
 
 
 class DeepMoE(nn.Module):
@@ -75,6 +88,7 @@ class DeepMoE(nn.Module):
     it is the dense twin: the same base network, losses and training loop. With a codebook, the
     gates of an image are those of the nearest of its codes. With exits, the embedding answers the
     images that it is sure of: its logits are the model's there, and the base network need not run.
+    Heads that look at features need no embedding: they make gates while the base network runs.
 
     Args:
         embedding: looks at the image.
@@ -108,7 +122,11 @@ class DeepMoE(nn.Module):
         unpruned: Graph | None = None,
     ) -> None:
         super().__init__()
-        looks = heads is not None and not isinstance(heads, ScaleFactors)
+        if isinstance(heads, FeatureHeads):
+            if any(part is not None for part in (embedding, codebook, thresholds, exit_at)):
+                raise ValueError("heads that look at features take nothing else beside them")
+            _ = gating.feature_code, gating.makes  # not to be found out by a compiler on its way
+        looks = heads is not None and not isinstance(heads, ScaleFactors | FeatureHeads)
         if embedding is None and (looks or exit_at is not None):
             raise ValueError("heads and exits need an embedding")
         if codebook is not None and heads is None:
@@ -133,14 +151,37 @@ class DeepMoE(nn.Module):
         """False for a network that runs the same channels for all images."""
         return self.heads is not None
 
+    @property
+    def on_the_way(self) -> bool:
+        """Whether gates are made of features, and not known before the base network runs."""
+        return isinstance(self.heads, FeatureHeads)
+
+    def check_ahead(self) -> None:
+        """Refuses gates that are not known before the base network runs, or are of no image."""
+        if isinstance(self.heads, ScaleFactors):
+            raise UserError(
+                "the model has scaling factors, which only tell what to prune: use it as "
+                "train.start, with train.prune and train.prune_by=sss"
+            )
+        if self.on_the_way:
+            raise UserError(
+                "the model's gates (fbs, rnp) are made of features on the way, and not known "
+                "before the network runs: that needs a model with an embedding"
+            )
+
     def as_input(self, x_BCHW: Tensor) -> Tensor:
         """Images where the model is, in its precision."""
         return x_BCHW.to(next(self.parameters()))
 
     def route(self, x_BCHW: Tensor) -> tuple[Gates | None, Tensor | None]:
-        """The gates of every layer and the embedding's class logits, before the base network."""
+        """The gates of every layer and the embedding's class logits, before the base network.
+
+        Raises:
+            UserError: where gates are made on the way, so that they are not known before.
+        """
         if isinstance(self.heads, ScaleFactors):
             return self.heads.of_images(x_BCHW), None
+        self.check_ahead()
         if self.embedding is None:
             return None, None
         e_BD, embedding_logits = self.embedding(x_BCHW)
@@ -153,11 +194,15 @@ class DeepMoE(nn.Module):
 
     def concatenated_gates(self, e_BD: Tensor) -> Tensor:
         """What the heads make of mixture weights, for all layers as one tensor."""
-        assert self.heads is not None and not isinstance(self.heads, ScaleFactors)
+        assert isinstance(self.heads, GateHeads | NoisyTopKHeads)
         g_BC = self.heads.concatenated(e_BD)
         return g_BC if self.thresholds is None else close_small(g_BC, self.thresholds)
 
     def forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
+        if isinstance(self.heads, FeatureHeads):
+            on_the_way = self.heads.start()
+            logits, made = self.gating.run_with(self.network, x_BCHW, on_the_way.gates)
+            return DeepMoEOutput(logits, None, made, decisions=on_the_way.decisions)
         gates, embedding_logits = self.route(x_BCHW)
         logits = self.gating(self.network, x_BCHW, gates)
         if self.exit_at is None or self.training:
@@ -327,6 +372,11 @@ def add_gates(
         factors = ScaleFactors(gating.widths)
         _move_beside(network, factors)
         return _as_model(None, factors, network, gating, source)
+    if heads.kind in ON_THE_WAY:
+        on_the_way = make_feature_heads(gating, heads)
+        _move_beside(network, on_the_way)
+        fit_to_network(on_the_way, network, gating)
+        return _as_model(None, on_the_way, network, gating, source)
     looks = _embedding_for(network, whole or Whole(network, gating.graph), embedding, widths)
     init = {} if heads.init is None else {"init": heads.init}
     made: Heads

@@ -14,6 +14,7 @@ from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, Graph, choose, describe, open_groups, with_kept
 from deepmoe.hard_moe import HardMoE, add_experts
+from deepmoe.layers import FeatureHeads
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
 from deepmoe.model import (
     DeepMoE,
@@ -348,11 +349,13 @@ def config_of(model: DeepMoE, config: RunConfig | None = None) -> RunConfig:
         plain = dataclasses.replace(model.source, gates="none", exits=made is not None)
         config = dataclasses.replace(config, model=plain)
     else:
-        kind = dataclasses.replace(
-            config.heads,
-            kind=heads.kind,  # type: ignore[arg-type]
-            share=getattr(heads, "share", config.heads.share),
-        )
+        known: dict[str, Any] = {
+            "kind": heads.kind,
+            "share": getattr(heads, "share", config.heads.share),
+        }
+        if isinstance(heads, FeatureHeads):
+            known = heads.settings
+        kind = dataclasses.replace(config.heads, **known)
         config = dataclasses.replace(config, model=model.source, heads=kind)
     if made is None:
         return config

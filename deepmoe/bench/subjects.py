@@ -102,6 +102,7 @@ def trained_subject(
     """
     loaded = load_checkpoint(checkpoint, network=network)
     config = apply_overrides(loaded.config, data)
+    loaded.model.check_ahead()
     if not loaded.model.gated and loaded.model.exit_at is None:
         raise UserError(f"{checkpoint} holds a network without gates and exits: nothing to skip")
     opened = open_data(

@@ -57,6 +57,7 @@ def summed_costs(model: DeepMoE, size: tuple[int, int], output: DeepMoEOutput) -
 @torch.no_grad()
 def gates_of_images(model: DeepMoE, batches: Batches, most: int) -> Tensor:
     """The gates of so many images at most, of all layers; no codebook is looked at."""
+    model.check_ahead()
     assert model.embedding is not None
     found = []
     for x_BCHW, _ in batches_for(model, batches, most):

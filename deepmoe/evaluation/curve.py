@@ -93,6 +93,7 @@ def _gate_curve(
 
 
 def _check_gates(model: DeepMoE) -> None:
+    model.check_ahead()
     if not model.gated or not sum(model.gating.widths):
         raise UserError("a dense network has no gates, so that its cost can't be changed")
     if model.codebook is not None:

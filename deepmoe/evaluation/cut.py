@@ -35,6 +35,7 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
         UserError: for a model without gates that could be closed, or a share out of reach.
     """
     refuse_experts(model, "it has no gates, so that its cost can't be changed")
+    model.check_ahead()
     if not model.gated:
         raise UserError("a dense network has no gates, so that its cost can't be changed")
     if not isinstance(model.heads, GateHeads) and model.codebook is None:

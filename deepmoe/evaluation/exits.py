@@ -131,6 +131,7 @@ def collect_answers(model: DeepMoE, batches: Batches) -> Answers:
             that are not finite.
     """
     refuse_experts(model, "it can't have exits, since its features answer nothing themselves")
+    model.check_ahead()
     if model.embedding is None:
         raise UserError(
             "the model has no embedding that could answer: train one with model.exits=true"

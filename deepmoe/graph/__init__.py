@@ -14,6 +14,7 @@ from deepmoe.graph.gating import (
 )
 from deepmoe.graph.graph import Graph, Group, Layer, describe
 from deepmoe.graph.narrow import narrowed, narrowed_graph
+from deepmoe.graph.scales import absorb_scales
 from deepmoe.graph.strengths import channel_strengths, norm_scales, scale_inputs
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Group",
     "Layer",
     "NothingToGate",
+    "absorb_scales",
     "channel_strengths",
     "check_kept",
     "choose",

@@ -12,42 +12,20 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from deepmoe.errors import UserError
 from deepmoe.graph.graph import Graph, Group, Layer
 from deepmoe.graph.narrow import narrowed, narrowed_graph, with_one_of_each
 from deepmoe.graph.operations import name_of
+from deepmoe.graph.running import DROPOUTS, Decide, FeatureRun, Run, Site
 
 READ_BY_CLASSIFIER = "is read by the classifier"
 LEAST_SHARE = 1e-3  # of the network's MACs: less is not worth a gate
-DROPOUTS = {
-    "dropout": F.dropout,
-    "dropout2d": F.dropout2d,
-    "featuredropout": F.dropout2d,
-    "alphadropout": F.alpha_dropout,
-    "featurealphadropout": F.feature_alpha_dropout,
-}
 
 
 class NothingToGate(UserError):
     """A network none of whose channels can be switched off."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where gates multiply the input of a layer.
-
-    Each piece is a whole gate by its number, or so many channels without one. Where the input is
-    not made of such pieces, `index` says for each channel which of all gates it has; the number of
-    all gates stands for none.
-    """
-
-    dim: int  # of the channels
-    pieces: tuple[int | None, ...] = ()
-    lengths: tuple[int, ...] = ()
-    index: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +62,31 @@ class Gating:
 
     def __call__(self, module: nn.Module, x_BCHW: Tensor, gates: Sequence[Tensor] | None) -> Tensor:
         """Logits of the network, with gates or (`None`) without."""
+        self._check_images(x_BCHW)
+        return self._code(module, Run(self.sites, gates, module.training), x_BCHW)
+
+    def run_with(
+        self, module: nn.Module, x_BCHW: Tensor, decide: Decide
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits of the network under gates that are made on the way, and these gates.
+
+        Args:
+            module: the network.
+            x_BCHW: images.
+            decide: makes the gates of a group, once: when its first maker is about to run.
+        """
+        self._check_images(x_BCHW)
+        run = FeatureRun(self.sites, module.training, self.makes, self.widths, decide)
+        logits = self.feature_code(module, run, x_BCHW)
+        return logits, run.all_gates(x_BCHW)
+
+    def _check_images(self, x_BCHW: Tensor) -> None:
         if x_BCHW.dim() != 4 or x_BCHW.shape[1] != self.graph.colours:
             raise UserError(
                 f"images come as (images, {self.graph.colours}, height, width), "
                 f"not as {tuple(x_BCHW.shape)}"
             )
         self.graph.check_size((x_BCHW.shape[-2], x_BCHW.shape[-1]))
-        return self._code(module, Run(self.sites, gates, module.training), x_BCHW)
 
     def check(self, gates: Sequence[Tensor]) -> None:
         """Refuses gates that don't fit this network."""
@@ -189,7 +185,28 @@ class Gating:
         """The network's operations as a function of its module, a `Run` and images."""
         return compiled(self._with_gates())
 
-    def _with_gates(self) -> fx.Graph:
+    @cached_property
+    def feature_code(self) -> Callable[..., Tensor]:
+        """The same for a `FeatureRun`, which is shown what makers of gated groups read."""
+        return compiled(self._with_gates(looks=True))
+
+    @cached_property
+    def makes(self) -> dict[int, tuple[int, ...]]:
+        """By the number of a layer, the gated groups whose first maker it is."""
+        paths = [layer.path for layer in self.graph.layers]
+        found: dict[int, tuple[int, ...]] = {}
+        for gate, number in enumerate(self.gated):
+            first = min(paths.index(path) for path in self.graph.groups[number].makers)
+            found[first] = (*found.get(first, ()), gate)
+        return found
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """For each gated group, how many channels its first maker reads."""
+        makers = {gate: layer for layer, gates in self.makes.items() for gate in gates}
+        return tuple(len(self.graph.layers[makers[g]].ins) for g in range(len(self.gated)))
+
+    def _with_gates(self, *, looks: bool = False) -> fx.Graph:
         copied = fx.Graph()
         run = copied.placeholder("run")
         copied.output(copied.graph_copy(self.graph.program, {}))
@@ -198,6 +215,7 @@ class Gating:
             for number, layer in enumerate(self.graph.layers)
             if self.sites[number] is not None
         }
+        makers = {self.graph.layers[number].node: number for number in self.makes} if looks else {}
         made: dict[tuple[fx.Node, Site], fx.Node] = {}
         for node in list(copied.nodes):
             if node.name in sites:
@@ -209,57 +227,13 @@ class Gating:
                             "gate", (run, sites[node.name], source)
                         )
                 node.args = (made[source, site], *node.args[1:])
-            elif node.op in ("call_function", "call_method"):
+            if node.name in makers:
+                dim = 1 if self.graph.layers[makers[node.name]].is_conv else -1
+                with copied.inserting_before(node):
+                    copied.call_method("look", (run, makers[node.name], node.args[0], dim))
+            if node.name not in sites and node.op in ("call_function", "call_method"):
                 _follow_mode(copied, run, node, self.graph.skeleton)
         return copied
-
-
-class Run:
-    """One pass through a network: what its code asks for besides its modules."""
-
-    def __init__(
-        self, sites: Sequence[Site | None], gates: Sequence[Tensor] | None, training: bool
-    ) -> None:
-        self.sites = sites
-        self.gates = gates
-        self.training = training
-
-    def gate(self, number: int, x: Tensor) -> Tensor:
-        """The input of a layer, multiplied by its gates."""
-        if self.gates is None:
-            return x
-        return multiply(self.sites[number], self.gates, x)
-
-    def dropout(self, name: str, x: Tensor, rate: float) -> Tensor:
-        """Dropout in the mode of the network, not in that in which it was captured."""
-        return DROPOUTS[name](x, rate, self.training)
-
-
-def gates_at(site: Site, gates: Sequence[Tensor]) -> Tensor:
-    """The gate of each channel that a layer reads."""
-    images = gates[0]
-    if site.index:
-        every = torch.cat([*gates, images.new_ones(len(images), 1)], dim=1)
-        return every[:, torch.tensor(site.index, device=every.device)]
-    parts = [
-        images.new_ones(len(images), length) if piece is None else gates[piece]
-        for piece, length in zip(site.pieces, site.lengths, strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def multiply(site: Site | None, gates: Sequence[Tensor], x: Tensor) -> Tensor:
-    """What a layer reads, times its gates."""
-    assert site is not None
-    return times(x, gates_at(site, gates), site.dim)
-
-
-def times(x: Tensor, g_BC: Tensor, dim: int) -> Tensor:
-    """Multiplies the channels of each image, which lie along this dimension."""
-    g_BC = g_BC.to(x.dtype)
-    between = [1] * (x.dim() - 2)
-    shape = (*g_BC.shape, *between) if dim == 1 else (len(g_BC), *between, g_BC.shape[1])
-    return x * g_BC.view(shape)
 
 
 def compiled(graph: fx.Graph) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -35,17 +35,17 @@ class GateHeads(nn.Module):
         for of_layer in self.weight.split(self.widths):
             initialise(of_layer, init)
 
-    @property
-    def macs(self) -> int:
-        """MACs of one image."""
-        return self.weight.numel()
-
     def forward(self, e_BD: Tensor) -> Gates:
         return self.concatenated(e_BD).split(self.widths, dim=1)
 
     def concatenated(self, e_BD: Tensor) -> Tensor:
         """The gates of all layers as one tensor."""
         return F.relu(project(e_BD, self.weight))
+
+    @property
+    def macs(self) -> int:
+        """MACs of an image's gates."""
+        return self.weight.numel()
 
     @torch.no_grad()
     def close(self, channels: Tensor) -> None:
@@ -94,11 +94,6 @@ class NoisyTopKHeads(nn.Module):
         for of_layer in self.weight.split(self.widths):
             initialise(of_layer, init)
 
-    @property
-    def macs(self) -> int:
-        """MACs of one image."""
-        return self.weight.numel()
-
     def forward(self, e_BD: Tensor) -> Gates:
         h = project(e_BD, self.weight)
         if self.training:
@@ -110,6 +105,11 @@ class NoisyTopKHeads(nn.Module):
         """The gates of all layers as one tensor."""
         return torch.cat(self(e_BD), dim=1)
 
+    @property
+    def macs(self) -> int:
+        """MACs of an image's gates in evaluation, where there is no noise."""
+        return self.weight.numel()
+
 
 def kept_of(share: float, widths: Sequence[int]) -> list[int]:
     """How many channels of each layer a share of them is; at least one."""
@@ -119,9 +119,14 @@ def kept_of(share: float, widths: Sequence[int]) -> list[int]:
 def project(e_BD: Tensor, weight_CD: Tensor) -> Tensor:
     """A linear map in full precision, even under autocast."""
     # A rounded gate could switch a channel on or off.
-    device = e_BD.device.type
-    with torch.autocast(device, enabled=False) if device != "meta" else nullcontext():
+    with without_autocast(e_BD.device):
         return F.linear(e_BD.to(weight_CD.dtype), weight_CD)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Full precision on a device, whatever is around."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext()
 
 
 def _softmax_of_top(h_BC: Tensor, k: int) -> Tensor:

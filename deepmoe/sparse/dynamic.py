@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.graph.gating import gates_at, times
+from deepmoe.graph.running import gates_at, times
 from deepmoe.layers import Gates
 from deepmoe.ops import scale_channels
 from deepmoe.sparse.collect import Collector

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.graph.gating import Site, gates_at, multiply
+from deepmoe.graph.running import Site, gates_at, multiply
 from deepmoe.layers import Gates
 from deepmoe.ops import scale_channels
 from deepmoe.sparse.convolution import Convolution, cudnn_runs

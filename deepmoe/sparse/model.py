@@ -75,6 +75,7 @@ def sparsify(
         raise UserError("this model is sparse already")
     if not isinstance(model, DeepMoE):
         raise UserError("sparsify takes a gated model: give it deepmoe.gate(network, images)")
+    model.check_ahead()
     if model.embedding is None:
         raise UserError("a dense network has no gates, so that there is nothing to skip")
     if not model.gated and model.exit_at is None and not isinstance(model, HardMoE):
@@ -184,7 +185,7 @@ class SparseModel(InferenceModel):
         """Logits and gates of all images, where so many of them go on."""
         logits, g_BC = embedding_logits.to(self.dtype, copy=True), None
         if self.heads is not None:
-            g_BC = self.heads.weight.new_zeros(len(x_BCHW), sum(self.gating.widths))
+            g_BC = next(self.heads.parameters()).new_zeros(len(x_BCHW), sum(self.gating.widths))
         if not going_on:
             return logits, g_BC
         # Those that go on come first. A captured network serves batches of one size: so that there

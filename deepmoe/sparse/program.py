@@ -14,9 +14,10 @@ from torch import Tensor, fx, nn
 
 from deepmoe.graph import Gating
 from deepmoe.graph.channels import Shapes
-from deepmoe.graph.gating import DROPOUTS, Site, compiled
+from deepmoe.graph.gating import compiled
 from deepmoe.graph.graph import Layer
 from deepmoe.graph.operations import NORMS, name_of
+from deepmoe.graph.running import DROPOUTS, Site
 from deepmoe.sparse.folding import (
     ACTIVATIONS,
     Affine,

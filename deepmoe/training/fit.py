@@ -298,7 +298,9 @@ def _alone_in(out: Path) -> Iterator[None]:
 
 def _calibrates(config: RunConfig) -> bool:
     train = config.train
-    fitted = train.target_macs is not None or train.codes is not None
+    # Channels that fbs keeps are counted: no images are needed for that.
+    counted = config.heads.kind == "fbs"
+    fitted = (train.target_macs is not None and not counted) or train.codes is not None
     return fitted and config.model.gates != "none"
 
 
@@ -377,4 +379,6 @@ def _title(config: RunConfig, model: DeepMoE) -> str:
     name = config.model.name if config.model.name != GIVEN else type(model.one_network).__name__
     if isinstance(model, HardMoE):
         return f"{name} with {len(model.centroids)} experts"
-    return f"{name} {'dense' if model.embedding is None else 'deepmoe'}"
+    own = not model.gated or config.heads.kind in ("relu", "noisy-topk")
+    kind = "deepmoe" if own else config.heads.kind
+    return f"{name} {kind if model.gated or model.embedding is not None else 'dense'}"

@@ -19,7 +19,7 @@ from deepmoe.data import Batch, DataInfo, DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import OutputClosed, TrainingDiverged, TrainingInterrupted, UserError
 from deepmoe.evaluation import Evaluation, SegmentationEvaluation, evaluate_on
-from deepmoe.layers import RouteCodebook, ScaleFactors
+from deepmoe.layers import PruningAgent, RouteCodebook, ScaleFactors
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE, can_be_captured
 from deepmoe.processes import (
@@ -35,6 +35,7 @@ from deepmoe.training.interrupts import Interrupts
 from deepmoe.training.log import RunLog
 from deepmoe.training.proximal import ProximalSGD
 from deepmoe.training.schedules import TrainingStage, learning_rate, stages
+from deepmoe.training.steering import steering_for
 from deepmoe.training.step import EagerStep, GraphedStep, Objective
 from deepmoe.training.teachers import Teachers
 
@@ -85,6 +86,8 @@ class Trainer:
         self.state = state
         self.teachers = teachers
         self.interrupts = Interrupts()
+        train = config.train
+        self.steering = steering_for(model, data.info.size, train.target_macs, train.budget_ramp)
         self.budget = self._make_budget()
         codes = config.train.codes
         if codes is not None:  # a mistake is told now, not when they are learnt hours later
@@ -116,16 +119,19 @@ class Trainer:
 
     def _run_stages(self) -> None:
         if not self.config.train.epochs and self.state == TrainState():
-            self._meet_budget()
-        for stage in stages(self.config.train):
+            self._meet_budget(0, learns=False)
+        prepared: dict[tuple[bool, bool], EagerStep] = {}
+        for stage in stages(self.config.train, by_turns=takes_turns(self.model)):
             if self.state.epoch >= stage.end:
                 continue
             codes = self.config.train.codes
             if stage.frozen and codes is not None and self.model.codebook is None:
                 self.model.codebook = self._learn_codebook(codes)
-            step = self.prepare(stage)
+            kind = (stage.frozen, stage.by_turns)
+            if kind not in prepared:
+                prepared[kind] = self.prepare(stage)
             for epoch in range(max(self.state.epoch, stage.start), stage.end):
-                self._run_epoch(step, stage, epoch)
+                self._run_epoch(prepared[kind], stage, epoch)
 
     def prepare(self, stage: TrainingStage) -> EagerStep:
         """A stage's training step: frozen where it is, compiled and captured where that pays."""
@@ -145,8 +151,10 @@ class Trainer:
         losses, last = epoch_figures(totals), epoch + 1 == train.total_epochs
         if not losses.pop("labels"):
             raise UserError("no pixel of the training images has a label")
-        if epoch + 1 == train.epochs and not self.state.budget_met:
-            self._meet_budget()
+        # What features make of a budget changes whenever the network does.
+        settles = epoch + 1 == train.epochs or takes_turns(self.model)
+        if settles and not self.state.budget_met:
+            self._meet_budget(epoch + 1, learns=not stage.frozen)
         trained = self._state_at(epoch, self.data.train.batches_per_epoch, totals, budget_met=True)
         self.result, is_best = None, False
         if (epoch + 1) % train.evaluate_epochs == 0 or last:
@@ -189,6 +197,8 @@ class Trainer:
                 # Noise in the model depends on seed and batch alone: a resumed run repeats it.
                 torch.manual_seed(derive_seed(train.seed, epoch, done, 1))
                 now = epoch + done / loader.batches_per_epoch
+                if self.steering is not None:
+                    self.steering.before(self._progress(now))
                 figures, gates = step(batch, learning_rate(train, now), *loss.weights(now))
                 done += 1
                 if self.budget is not None and gates is not None and not stage.frozen:
@@ -356,15 +366,30 @@ class Trainer:
         # By one process: others may see images of their own, and find another number of codes.
         return from_first_process(learn).to(self.fabric.device)
 
-    def _meet_budget(self) -> None:
-        """What the joint stage ends with."""
+    def _progress(self, epoch: float) -> float:
+        """How far the joint stage is, from 0 to 1."""
+        return min(1.0, epoch / self.config.train.epochs) if self.config.train.epochs else 1.0
+
+    def _meet_budget(self, epochs: int, *, learns: bool) -> None:
+        """What the joint stage ends with, and for some heads every epoch.
+
+        Args:
+            epochs: that are done.
+            learns: whether what makes the gates has learnt in the last one.
+        """
+        if self.steering is not None:
+            with self.fabric.autocast():  # as in the steps
+                calibration = self.data.calibration
+                self.steering.settle(self.model, calibration, self._progress(epochs), learns)
+            for tensor in self.steering.settled:
+                copy_from_first_process(tensor)  # each saw images of its own
         if self.budget is not None:
             self.budget.calibrate(self.model, self.data.calibration)
             copy_from_first_process(self.budget.heads.weight)  # each saw images of its own
 
     def _make_budget(self) -> MacsBudget | None:
         train = self.config.train
-        if train.target_macs is None or not self.model.gated:
+        if train.target_macs is None or not self.model.gated or self.steering is not None:
             return None
         steps = train.epochs * self.data.train.batches_per_epoch
         return MacsBudget(
@@ -378,11 +403,19 @@ class Trainer:
 
 
 def set_stage(model: DeepMoE, stage: TrainingStage) -> None:
-    """Training mode; when frozen, embedding and heads neither learn nor track statistics."""
+    """Training mode; what is frozen or fixed neither learns nor tracks statistics."""
     model.train()
     for module in model.routing_modules():
         module.requires_grad_(not stage.frozen)
         module.train(not stage.frozen)
+    if stage.by_turns:
+        model.network.requires_grad_(stage.frozen)
+        model.network.train(stage.frozen)
+
+
+def takes_turns(model: DeepMoE) -> bool:
+    """Whether what makes the gates learns while the base network is fixed, and the other way."""
+    return isinstance(model.heads, PruningAgent)
 
 
 def make_model(config: RunConfig, info: DataInfo, device: torch.device) -> DeepMoE:
@@ -433,6 +466,7 @@ def epoch_figures(totals: Tensor) -> dict[str, float]:
         "gate_l1": means["gates"],
         "embedding_loss": means["embedding"],
         "distillation_loss": means["distillation"],
+        "agent_loss": means["agent"],
         "train_accuracy": correct / max(1.0, labels),
         "labels": labels,
     }

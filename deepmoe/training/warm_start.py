@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from deepmoe.config import RunConfig
 from deepmoe.data import DataInfo, DataSource
 from deepmoe.errors import UserError
+from deepmoe.feature_gates import fit_to_network
 from deepmoe.graph import channel_strengths, prunable
 from deepmoe.hard_moe import HardMoE
 from deepmoe.layers import GateHeads, ScaleFactors
@@ -48,8 +49,8 @@ def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> 
         model.network.load_state_dict(start.network.state_dict())
     except RuntimeError as error:
         raise UserError(f"the base network of {path} has other layers or widths") from error
-    if isinstance(model.heads, GateHeads) and not start.gated:
-        model.heads.order_by_strength(channel_strengths(model.network, model.gating))
+    if not start.gated and not prunes(config):  # channels that go are not worth a gate
+        _hand_out(model)
     try:
         for module, trained in zip(_routing(model), _routing(start), strict=True):
             factors = isinstance(module, ScaleFactors) or isinstance(trained, ScaleFactors)
@@ -111,8 +112,7 @@ def pruned_start(
     for name, module in weights.items():
         if module is not None:
             pruned.get_submodule(name).load_state_dict(module.state_dict())
-    if isinstance(pruned.heads, GateHeads):
-        pruned.heads.order_by_strength(channel_strengths(pruned.network, pruned.gating))
+    _hand_out(pruned)
     return pruned, config
 
 
@@ -128,6 +128,13 @@ def _factors(start: DeepMoE) -> list[Tensor] | None:
         of_group.get(number, torch.ones(width))
         for number, width in zip(every.gated, every.widths, strict=True)
     ]
+
+
+def _hand_out(model: DeepMoE) -> None:
+    """Gives new gates what they can know from the weights of a trained network."""
+    fit_to_network(model.heads, model.network, model.gating)
+    if isinstance(model.heads, GateHeads):
+        model.heads.order_by_strength(channel_strengths(model.network, model.gating))
 
 
 def _routing(model: DeepMoE) -> tuple[nn.Module | None, ...]:
