@@ -149,6 +149,7 @@ def _link(source: Path, target: Path) -> None:
         except OSError:
             shutil.copyfile(source, draft)
         draft.replace(target)
+        draft.unlink(missing_ok=True)  # it is still there where both were names of one file
     except OSError as error:
         raise UserError(f"cannot write {target}: {error.strerror}") from error
 

@@ -499,6 +499,7 @@ def test_on_a_gpu_its_steps_are_neither_compiled_nor_captured(
             teachers=teachers,
             optimizer=None,
             _loss=lambda _: DeepMoELoss(),
+            by_turns=False,
         )
         return Trainer.prepare(trainer, SimpleNamespace(frozen=False))  # type: ignore[arg-type]
 

@@ -48,7 +48,7 @@ def bench_latency(model: DeepMoE, dense: DeepMoE, images: Tensor) -> Latency:
         dense: the network to compare with, there too.
         images: normalised; each is timed once, after a few to warm up.
     """
-    calls = [sparsify(m) if m.known_routes else m for m in (model, dense)]
+    calls = [m if m.on_the_way else sparsify(m) for m in (model, dense)]
     device, seconds = images.device, [0.0, 0.0]
     for image in itertools.islice(itertools.cycle(images.split(1)), WARM_UP):
         for call in calls:

@@ -1,6 +1,16 @@
 """All methods, in the order of the table; those that prune also by what `train.prune_by` takes."""
 
-from deepmoe.compare import li, noisy_topk, slimming, sss, strength, taylor
+from deepmoe.compare import (
+    fbs,
+    hard_moe,
+    li,
+    noisy_topk,
+    rnp,
+    slimming,
+    sss,
+    strength,
+    taylor,
+)
 from deepmoe.compare.method import Method
 from deepmoe.compare.references import REFERENCES
 from deepmoe.compare.task import Select
@@ -11,7 +21,10 @@ METHODS: tuple[Method, ...] = (
     li.INDEPENDENT,
     li.GREEDY,
     sss.METHOD,
+    rnp.METHOD,
+    hard_moe.METHOD,
     noisy_topk.METHOD,
+    fbs.METHOD,
     taylor.METHOD,
     slimming.METHOD,
     strength.METHOD,

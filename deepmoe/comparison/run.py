@@ -53,7 +53,6 @@ def run_comparison(
     """
     rows = rows_of(asked)
     grid = comparison_grid(asked, rows, jobs)
-    out = out.resolve()
     if len(rows) * len(asked.seeds) == 1 and ray is None and asked.teacher is None:
         _train_here(grid, out)
         complete = True

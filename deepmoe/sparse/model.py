@@ -57,8 +57,9 @@ def sparsify(
     Args:
         model: a model with gates, exits or both, or of experts. One with a route codebook runs each
             code as a small network of its own, any other one with gates collects the weights of
-            each route as it goes. Without gates, images that do not exit run all channels. Experts
-            are whole networks: each one runs the images of its cluster.
+            each route as it goes. Without gates, images that do not exit run all channels: so do
+            those of a pruned network, which is small already. Experts are whole networks: each one
+            runs the images of its cluster.
         dtype: of the convolutions; the model's own if not given. Gates are always made in the
             model's own precision.
         memory_limit: bytes that the small networks of a codebook may take together; those used
@@ -68,17 +69,16 @@ def sparsify(
             process then gives the same bits. `None` measures what is fastest, in the first runs.
 
     Raises:
-        UserError: for a model without gates and exits, which has nothing to skip, one with weights
-            that are not finite, or one that is sparse already.
+        UserError: for a model whose exits are still to be set, one with weights that are not
+            finite, or one that is sparse already.
     """
     if isinstance(model, InferenceModel):
         raise UserError("this model is sparse already")
     if not isinstance(model, DeepMoE):
         raise UserError("sparsify takes a gated model: give it deepmoe.gate(network, images)")
     model.check_ahead()
-    if model.embedding is None:
-        raise UserError("a dense network has no gates, so that there is nothing to skip")
-    if not model.gated and model.exit_at is None and not isinstance(model, HardMoE):
+    waiting = model.embedding is not None and not isinstance(model, HardMoE)
+    if waiting and not model.gated and model.exit_at is None:
         raise UserError(
             "the model has no gates, and its exits are not set, so that there is nothing to skip: "
             "run deepmoe exits first"
@@ -152,8 +152,11 @@ class SparseModel(InferenceModel):
                 memory_limit,
                 self.graphs,
             )
-        assert self.embedding is not None
-        self.fast_embedding = fast_embedding(self.embedding, dtype)
+        # A model's parameters tell where it is; the base network's are packed away.
+        like = next(model.parameters())
+        self.place = nn.Parameter(like.new_empty(0), requires_grad=False)
+        if self.embedding is not None:
+            self.fast_embedding = fast_embedding(self.embedding, dtype)
         # Whether the first layer brings images into the memory format and precision that it likes.
         self.takes_any_image = self.program.starts_with_convolution and ImageConvolution.takes(
             next(iter(self.program.layers.values()))

@@ -239,16 +239,23 @@ def test_threads_may_share_a_model_with_exits() -> None:
         assert all(pool.map(right, list(range(IMAGES)) * 6))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "no gates, so that there is nothing to skip"),
-        ({"exits": True}, "nothing to skip: run deepmoe exits first"),
-    ],
-)
-def test_a_model_with_nothing_to_skip_gets_one_sentence(options: dict, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        sparsify(create_model("resnet20", gates=None, **options))
+def test_a_model_whose_exits_are_not_set_gets_one_sentence() -> None:
+    with pytest.raises(UserError, match="nothing to skip: run deepmoe exits first"):
+        sparsify(create_model("resnet20", gates=None, exits=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kept", [None, (5, 8, 3, 16, 11, 32, 7, 40, 64)])
+def test_a_network_without_gates_runs_folded(kept: tuple[int, ...] | None) -> None:
+    """Such as a pruned one, which has nothing left to skip."""
+    model = create_model("resnet20", gates=None, kept=kept).eval()
+    randomise_statistics(model)
+    x = torch.randn(5, 3, 32, 32)
+    sparse = sparsify(model)
+    output = sparse(x)
+    torch.testing.assert_close(output.logits, model(x).logits, rtol=1e-3, atol=1e-3)
+    assert output.gates is None and output.exited is None and output.embedding_logits is None
+    assert count_macs(sparse, 32) == count_macs(model, 32)
 
 
 def test_numbers_of_images_are_rounded_to_few() -> None:

@@ -1,0 +1,17 @@
+"""Runtime Neural Pruning (Lin et al. 2017): an agent decides layer by layer how many groups run.
+
+A recurrent agent looks at what each layer reads, and learns by Q-learning which of four groups of
+channels pay. Agent and network are trained in turn. What a group costs the agent is steered so that
+the network comes down to the cost that is asked for.
+"""
+
+from deepmoe.compare.method import Cell, Method, Step, changed
+
+
+def plan(cell: Cell) -> list[Step]:
+    """One run: the trained network and its agent."""
+    gated = {"model.gates": "inner", "heads.kind": "rnp", "train.target_macs": cell.share}
+    return [Step(cell.name, changed(cell.base, gated))]
+
+
+METHOD = Method("rnp", "RNP", "Lin et al. 2017", plan, dynamic=True)
