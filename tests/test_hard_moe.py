@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from deepmoe.bench.subjects import trained_subject
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.config import GIVEN, ModelConfig, RunConfig, config_from_dict, load_config
@@ -397,6 +398,11 @@ def test_verbs_that_need_gates_say_so(
     result = deepmoe(verb[0], whole_run.checkpoint, *verb[1:], *out)
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
     assert "made of experts" in result.output and "Traceback" not in result.output
+
+
+def test_there_is_nothing_to_skip_that_could_be_timed(whole_run: FitResult) -> None:
+    with pytest.raises(UserError, match="no channels to skip"):
+        trained_subject(whole_run.checkpoint, batch=1, codes=None, device="cpu")
 
 
 def test_functions_that_need_gates_say_so() -> None:

@@ -12,6 +12,7 @@ from deepmoe.config import EmbeddingConfig, RunConfig, apply_overrides
 from deepmoe.data import open_data
 from deepmoe.data.interface import Loader
 from deepmoe.errors import UserError
+from deepmoe.hard_moe import refuse_experts
 from deepmoe.layers import ShallowEmbedding
 from deepmoe.model import DeepMoE, add_gates
 from deepmoe.random_routes import routes_as_codebook, set_routes
@@ -103,6 +104,7 @@ def trained_subject(
     loaded = load_checkpoint(checkpoint, network=network)
     config = apply_overrides(loaded.config, data)
     loaded.model.check_ahead()
+    refuse_experts(loaded.model, "there are no channels to skip, which is what is timed here")
     if not loaded.model.gated and loaded.model.exit_at is None:
         raise UserError(f"{checkpoint} holds a network without gates and exits: nothing to skip")
     opened = open_data(

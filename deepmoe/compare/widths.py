@@ -21,7 +21,7 @@ def widths_for(
     """Widths between equal shares of all groups and what their channels are worth for each MAC.
 
     First-order importance overstates how much groups differ once most channels are gone, so that
-    the best widths lie between both.
+    the best widths lie between both. What rounding leaves of the cost is spent, too.
 
     Args:
         gating: covers the groups.
@@ -41,14 +41,11 @@ def widths_for(
     _check_reach(share, macs(shrunk(float("inf"))), macs(full))
     whole, tiny = float(relative.min()) ** tilt, 2.0 * float(full.max())
     divisor = least(lambda divisor: macs(shrunk(divisor)) <= target, whole, tiny)
-    return _as_widths(shrunk(divisor))
+    return _all_spent(shrunk(divisor), full * relative**tilt / divisor, full, macs, target)
 
 
 def even_widths(gating: Gating, size: Size, share: float, fixed: Sequence[bool]) -> Widths:
     """The same share of every group, but for those that keep all.
-
-    Rounding leaves some of the cost unspent. It goes to the groups that are shortest of their
-    share, as long as it lasts: methods are compared at one cost.
 
     Args:
         gating: covers the groups.
@@ -66,14 +63,7 @@ def even_widths(gating: Gating, size: Size, share: float, fixed: Sequence[bool])
 
     _check_reach(share, macs(shrunk(float("inf"))), macs(full))
     divisor = least(lambda d: macs(shrunk(d)) <= target, 1.0, 2.0 * float(full.max()))
-    widths, step = shrunk(divisor), _multiple(full)
-    while True:
-        order = (widths * divisor / full).argsort(stable=True).tolist()
-        more = [torch.minimum(full, widths + step * _one_hot(len(full), i)) for i in order]
-        fits = [w for w in more if not torch.equal(w, widths) and macs(w) <= target]
-        if not fits:
-            return _as_widths(widths)
-        widths = fits[0]
+    return _all_spent(shrunk(divisor), full / divisor, full, macs, target)
 
 
 def widths_by_threshold(
@@ -114,6 +104,25 @@ def strongest(scores: Sequence[Tensor], widths: Sequence[int]) -> tuple[Tensor, 
         best = part.argsort(descending=True, stable=True)[:count].cpu()
         masks.append(torch.zeros(len(part), dtype=torch.bool).index_fill_(0, best, True))
     return tuple(masks)
+
+
+def _all_spent(
+    widths: Tensor, wanted: Tensor, full: Tensor, macs: Callable[[Tensor], float], target: float
+) -> Widths:
+    """Widths with what rounding has left of a cost: it goes to groups that are shortest.
+
+    Methods are compared at one cost, and coarse widths may leave a tenth of it unspent.
+    """
+    step = _multiple(full)
+    while True:
+        shortest_first = (widths / wanted).argsort(stable=True).tolist()
+        wider = [
+            torch.minimum(full, widths + step * _one_hot(len(full), i)) for i in shortest_first
+        ]
+        fitting = [w for w in wider if not torch.equal(w, widths) and macs(w) <= target]
+        if not fitting:
+            return _as_widths(widths)
+        widths = fitting[0]
 
 
 def _macs(gating: Gating, size: Size) -> Callable[[Tensor], float]:
