@@ -19,9 +19,10 @@ from deepmoe.checkpoint import load_checkpoint
 from deepmoe.errors import UserError
 from deepmoe.files import LOCK_NAME, user_of
 from deepmoe.sweep import on_ray, read_grid, sweep
+from deepmoe.sweep.schedule import End, Job
 
-pytest.importorskip("ray")
-from ray.cluster_utils import Cluster
+ray = pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("ray"),
@@ -168,7 +169,26 @@ def test_a_cluster_that_can_not_train_the_runs_is_told_at_once(
         grid = read_grid(write(tmp_path, TINY), [override])
         with pytest.raises(UserError, match=re.escape(reason)):
             sweep(grid, out, tmp_path / "runs.jsonl", command="test", ray=cluster.address)
+    monkeypatch.undo()
+    monkeypatch.setattr("deepmoe.__version__", "0.0")
+    with pytest.raises(UserError, match=r"of the cluster has deepmoe .+, not 0\.0"):
+        sweep(grid, out, tmp_path / "runs.jsonl", command="test", ray=cluster.address)
     assert [path.name for path in out.iterdir()] == [".lock"]
+
+
+def test_a_run_that_ray_gives_up_has_failed_and_its_log_says_so(
+    tmp_path: Path, monkeypatch
+) -> None:
+    def give_up(_: object) -> None:
+        raise ray.exceptions.WorkerCrashedError
+
+    monkeypatch.setattr(ray, "get", give_up)
+    monkeypatch.setattr(ray, "wait", lambda tasks, **_: (tasks, []))
+    backend = on_ray.RayCluster({"cpu": {"num_cpus": 1}})
+    job = Job("dense-seed0", ("train",), tmp_path / "log.txt", "cpu")
+    backend._going["task"] = job
+    assert backend.ended() == [(job, End(1))] and backend.ended() == []
+    assert "Error: Ray could not run it: The worker died" in job.log.read_text()
 
 
 def test_what_a_run_asks_a_machine_for(monkeypatch) -> None:

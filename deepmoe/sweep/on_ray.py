@@ -34,7 +34,7 @@ import logging, sys, ray
 try:
     ray.init(sys.argv[1], log_to_driver=False, logging_level=logging.CRITICAL)
 except Exception as error:
-    sys.exit(f"Error: {error}")
+    sys.exit("Error: " + " ".join(str(error).split()))
 """
 
 
@@ -120,7 +120,12 @@ def ray_cluster(address: str, out: Path, devices: Iterable[str], jobs: int) -> I
     import ray
 
     former = signal.getsignal(signal.SIGTERM)
-    ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
+    except Exception as error:  # of many kinds, such as of a program that uses Ray already
+        raise UserError(
+            f"cannot connect to Ray at {address!r}: {_last_line(str(error))}"
+        ) from error
     signal.signal(signal.SIGTERM, former)  # Ray has put its own there
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -170,8 +175,7 @@ def _check_address(address: str) -> None:
     except subprocess.TimeoutExpired:
         raise UserError(f"{refusal}: none answers within {CONNECT_SECONDS:.0f} seconds") from None
     if told.returncode:
-        reasons = [line for line in told.stderr.splitlines() if line.startswith("Error: ")]
-        raise UserError(f"{refusal}: {''.join(reasons[-1:]).removeprefix('Error: ')}")
+        raise UserError(f"{refusal}: {_last_line(told.stderr).removeprefix('Error: ')}")
 
 
 def _check_folder(out: Path, nodes: Sequence[Mapping[str, Any]]) -> None:
