@@ -75,6 +75,11 @@ def test_imports_go_one_way() -> None:
         ("sklearn", "train", "from deepmoe.data.digits import read_digits; read_digits()"),
         ("matplotlib", "report", "import deepmoe.analysis.plots"),
         ("jinja2", "report", "import deepmoe.analysis"),
+        (
+            "ray",
+            "ray",
+            "from deepmoe.sweep import on_ray; on_ray.ray_cluster('auto', None, [], 1).__enter__()",
+        ),
         ("numba", "sparse", "deepmoe.sparsify(deepmoe.create_model('resnet20'))"),
     ],
 )

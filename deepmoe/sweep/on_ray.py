@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,10 @@ LOOK_SECONDS = 120.0  # for all of its machines to look for the folder of the ru
 STOP_SECONDS = 300.0  # for runs to save
 MARKER = ".shared"  # what machines look for, in the folder of the runs
 RETRIES = 20  # of a run whose machine is lost: it goes on elsewhere, from its last checkpoint
-SMALLEST_SHARE = 1e-4  # of a GPU, that Ray can tell apart
+SHARES = 10_000  # of a GPU, that Ray can tell apart
+
+# It sends nothing, and drops what it would print among the results when a machine is lost.
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 
 # In a process of its own: where nobody answers, Ray tries for minutes, and then ends the process.
 _CONNECT = """
@@ -30,7 +34,7 @@ import logging, sys, ray
 try:
     ray.init(sys.argv[1], log_to_driver=False, logging_level=logging.CRITICAL)
 except Exception as error:
-    sys.exit(f"Error: {error}")
+    sys.exit("Error: " + " ".join(str(error).split()))
 """
 
 
@@ -110,11 +114,19 @@ def ray_cluster(address: str, out: Path, devices: Iterable[str], jobs: int) -> I
             machines that do not see the folder.
     """
     require("ray", "ray")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for key, value in QUIET.items():
+        os.environ.setdefault(key, value)  # read when Ray is imported
     _check_address(address)
     import ray
 
-    ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
+    former = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.CRITICAL)
+    except Exception as error:  # of many kinds, such as of a program that uses Ray already
+        raise UserError(
+            f"cannot connect to Ray at {address!r}: {_last_line(str(error))}"
+        ) from error
+    signal.signal(signal.SIGTERM, former)  # Ray has put its own there
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         demands = {device: demand(device, nodes, jobs) for device in devices}
@@ -146,8 +158,7 @@ def demand(device: str, nodes: Sequence[Mapping[str, Any]], jobs: int) -> dict[s
     threads = launch.threads().split(",")[0]
     asked = {"num_cpus": min(float(threads) if threads.isdecimal() else 1.0, most)}
     if on_gpu:
-        share = 1 / jobs // SMALLEST_SHARE * SMALLEST_SHARE
-        asked["num_gpus"] = round(max(share, SMALLEST_SHARE), 4)
+        asked["num_gpus"] = max(SHARES // jobs, 1) / SHARES
     return asked
 
 
@@ -164,8 +175,7 @@ def _check_address(address: str) -> None:
     except subprocess.TimeoutExpired:
         raise UserError(f"{refusal}: none answers within {CONNECT_SECONDS:.0f} seconds") from None
     if told.returncode:
-        reasons = [line for line in told.stderr.splitlines() if line.startswith("Error: ")]
-        raise UserError(f"{refusal}: {''.join(reasons[-1:]).removeprefix('Error: ')}")
+        raise UserError(f"{refusal}: {_last_line(told.stderr).removeprefix('Error: ')}")
 
 
 def _check_folder(out: Path, nodes: Sequence[Mapping[str, Any]]) -> None:
