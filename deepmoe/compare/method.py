@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepmoe.compare.task import Select
+from deepmoe.compare.task import Select, check_norms
 from deepmoe.config import PruneBy, RunConfig
 from deepmoe.graph import Gating, prunable
 from deepmoe.model import DeepMoE
@@ -47,6 +47,10 @@ class Cell:
     def prunable(self) -> Gating:
         """Its groups that can lose channels."""
         return prunable(self.model().gating.graph)
+
+    def check_norms(self) -> None:
+        """Refuses a network whose batch norms don't scale what can be pruned."""
+        check_norms(self.model().network, self.prunable())
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ def select(task: PruningTask) -> Choice:
 
 def plan(cell: Cell) -> list[Step]:
     """Training under the penalty, once for all costs; then pruning, and retraining."""
+    cell.check_norms()
     residual = cell.base.model.name.startswith("resnet")
     penalty = {"loss.norm_sparsity": RESIDUAL_PENALTY if residual else PENALTY}
     before = Step(f"{cell.method}_trained", changed(cell.base, penalty))

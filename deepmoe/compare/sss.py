@@ -33,6 +33,7 @@ def select(task: PruningTask) -> Choice:
 
 def plan(cell: Cell) -> list[Step]:
     """Training with factors, once for all costs; then pruning, and retraining."""
+    cell.check_norms()
     groups = cell.prunable()
     names = [groups.graph.groups[n].name for n in groups.gated if not _is_stream(groups, n)]
     factors = {

@@ -10,7 +10,7 @@ from deepmoe.compare.widths import Widths, even_widths, strongest, widths_by_thr
 from deepmoe.costs import Size
 from deepmoe.data import Loader
 from deepmoe.errors import UserError
-from deepmoe.graph import Gating, Group, norm_scales
+from deepmoe.graph import Gating, Group, have_norms, norm_scales
 from deepmoe.model import DeepMoE
 
 
@@ -103,9 +103,9 @@ Select = Callable[[PruningTask], Choice]
 
 def check_norms(network: nn.Module, gating: Gating) -> None:
     """Refuses networks with convolutions that no batch norm follows, but for residual streams."""
-    for number, scales in zip(gating.gated, norm_scales(network, gating), strict=True):
+    for number, normed in zip(gating.gated, have_norms(network, gating), strict=True):
         group = gating.graph.groups[number]
-        if scales is None and not group.is_stream:
+        if not normed and not group.is_stream:
             raise UserError(
                 "slimming and sss need batch norm behind every convolution, "
                 f"and {group.name} has none"

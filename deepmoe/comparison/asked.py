@@ -6,6 +6,7 @@ from typing import Any
 
 from deepmoe.compare import Cell, Method, Step
 from deepmoe.compare.method import changed
+from deepmoe.compare.reach import check_reach
 from deepmoe.config import RunConfig
 from deepmoe.errors import UserError
 from deepmoe.sweep.grid import ANOTHER_RUN, LESSONS, Grid, Run, make_grid
@@ -92,7 +93,7 @@ def rows_of(asked: Asked) -> list[Row]:
     rows = []
     base = _with_needs(asked)
     for method in asked.methods:
-        shares = (1.0,) if method.one_cost or asked.setting else asked.shares
+        shares = (1.0,) if method.one_cost or asked.setting else dict.fromkeys(asked.shares)
         for published in (False, True) if asked.published and method.published else (False,):
             label = f"{method.name}_{PUBLISHED}" if published else method.name
             schedule = {**NO_TEACHER, **method.published} if published else {}
@@ -101,6 +102,8 @@ def rows_of(asked: Asked) -> list[Row]:
                 name = label if method.one_cost else f"{label}-{cost}"
                 cell = Cell(changed(base, schedule), share, asked.classes, asked.size, name, label)
                 steps = tuple(_with_widths(method.plan(cell), asked.widths))
+                for step in steps:
+                    check_reach(cell, step)
                 rows.append(Row(method, share, published, steps))
     return rows
 

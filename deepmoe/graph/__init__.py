@@ -15,7 +15,7 @@ from deepmoe.graph.gating import (
 from deepmoe.graph.graph import Graph, Group, Layer, describe
 from deepmoe.graph.narrow import narrowed, narrowed_graph
 from deepmoe.graph.scales import absorb_scales
-from deepmoe.graph.strengths import channel_strengths, norm_scales, scale_inputs
+from deepmoe.graph.strengths import channel_strengths, have_norms, norm_scales, scale_inputs
 
 __all__ = [
     "Gating",
@@ -29,6 +29,7 @@ __all__ = [
     "choose",
     "describe",
     "evaluation_mode",
+    "have_norms",
     "narrowed",
     "narrowed_graph",
     "norm_scales",

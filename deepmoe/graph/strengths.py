@@ -6,6 +6,20 @@ from torch import Tensor, nn
 from deepmoe.graph.gating import Gating
 
 
+def have_norms(network: nn.Module, gating: Gating) -> list[bool]:
+    """For each gated group, whether batch norms scale all of its units."""
+    counts = torch.zeros(gating.graph.offsets[-1] + 1, dtype=torch.int64, device="cpu")
+    for path, module in network.named_modules():
+        units = gating.graph.followers.get(f"{path}.running_mean")
+        if units is not None and module.weight is not None:
+            counts[units] += 1
+    starts = [gating.graph.offsets[number] for number in gating.gated]
+    return [
+        bool(counts[start : start + width].all())
+        for start, width in zip(starts, gating.widths, strict=True)
+    ]
+
+
 @torch.no_grad()
 def norm_scales(network: nn.Module, gating: Gating) -> list[Tensor | None]:
     """How much batch norm scales the units of each gated group; the mean where several do.
@@ -20,7 +34,8 @@ def norm_scales(network: nn.Module, gating: Gating) -> list[Tensor | None]:
             counts.index_add_(0, units % len(sums), torch.ones(len(units)))
     starts = [gating.graph.offsets[number] for number in gating.gated]
     parts = [slice(s, s + w) for s, w in zip(starts, gating.widths, strict=True)]
-    return [sums[p] / counts[p] if bool(counts[p].all()) else None for p in parts]
+    known = have_norms(network, gating)
+    return [sums[p] / counts[p] if k else None for p, k in zip(parts, known, strict=True)]
 
 
 @torch.no_grad()

@@ -1,0 +1,190 @@
+"""The harness: a start, methods, one table; on built-in data."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from helpers import tiny_config
+from safetensors.torch import load_file
+
+from deepmoe.checkpoint import load_checkpoint
+from deepmoe.cli import main
+from deepmoe.compare import method_named
+from deepmoe.comparison import comparison_grid, open_comparison, rows_of
+from deepmoe.config import config_to_toml
+from deepmoe.costs import count_costs
+from deepmoe.deploy import ExitingNetwork
+from deepmoe.sparse import sparsify
+
+SETTINGS = (
+    "model.gates=none",
+    "model.widths=[8, 8, 8, 8, 8, 8, 8, 8, 8]",
+    "train.epochs=1",
+    "train.finetune_epochs=0",
+    "data.holdout=300",
+)
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("preset") / "tiny.toml"
+    path.write_text(config_to_toml(tiny_config(*SETTINGS)))
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["compare", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def compared(preset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a comparison of three methods, at one cost."""
+    out = tmp_path_factory.mktemp("compared")
+    methods = "slimming,ours-exits,dense"
+    options = ("--methods", methods, "--macs", "0.6", "--out", out, "--latency-images", 3)
+    result = run("all", "--preset", preset, *options)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_the_table_holds_every_method_with_its_figures(compared: Path) -> None:
+    result = json.loads((compared / "table.json").read_text())
+    rows = {line["method"]: line for line in result["values"]}
+    assert list(rows) == ["slimming", "ours-exits", "dense"]
+    assert result["command"].startswith("deepmoe compare all --preset tiny.toml --macs 0.6")
+    assert str(compared) not in result["command"]
+    assert rows["dense"]["macs_share"] == 1
+    assert 0.5 < rows["slimming"]["macs_share"] <= 0.6
+    assert rows["ours-exits"]["exited"] is not None
+    for line in rows.values():
+        assert line["evaluated_on"] == "test" and line["seeds"] == 1
+        assert line["latency_ratio"] > 0 and line["latency_images"] == 3
+    # Training under the penalty is part of what slimming takes.
+    assert rows["slimming"]["prune_seconds"] > 0 and rows["dense"]["prune_seconds"] is None
+    assert (compared / "table.png").stat().st_size
+
+
+def test_what_a_method_leaves_is_a_small_network_that_all_verbs_take(compared: Path) -> None:
+    checkpoint = load_checkpoint(compared / "slimming-60-seed0" / "last.safetensors")
+    small, whole = checkpoint.model, load_checkpoint(compared / "start-seed0/last.safetensors")
+    assert count_costs(small, 8).params < count_costs(whole.model, 8).params
+    x = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        logits = small(x).logits
+        torch.testing.assert_close(sparsify(small)(x).logits, logits, rtol=1e-3, atol=1e-3)
+        exported = torch.export.export(small.network.eval(), (x,)).module()
+        torch.testing.assert_close(exported(x), logits)
+    for name in ("slimming-60-seed0/last.safetensors", "ours-exits-60-seed0/exits.safetensors"):
+        told = CliRunner().invoke(main, ["eval", str(compared / name), "--json"])
+        assert told.exit_code == 0 and json.loads(told.stdout)["macs_share"] <= 0.7
+    exits = load_checkpoint(compared / "ours-exits-60-seed0" / "exits.safetensors").model
+    assert exits.exit_at is not None
+    with torch.no_grad():
+        torch.testing.assert_close(ExitingNetwork(exits)(x[:1]), exits(x[:1]).logits)
+
+
+def test_what_is_there_is_not_trained_again(compared: Path, preset: Path) -> None:
+    files = sorted(compared.glob("*/*.safetensors"))
+    before = {path: path.stat().st_mtime_ns for path in files}
+    options = ("--methods", "slimming,ours-exits,dense", "--macs", "0.6", "--out", compared)
+    result = run("all", "--preset", preset, *options, "--latency-images", 0, "--json")
+    assert result.exit_code == 0, result.output
+    assert {path: path.stat().st_mtime_ns for path in files} == before
+    assert {line["latency_ratio"] for line in json.loads(result.stdout)} == {None}
+
+
+def test_one_method_runs_here_and_goes_on_from_where_it_was(
+    compared: Path, preset: Path, tmp_path: Path
+) -> None:
+    """In one process, from a checkpoint; the network is that of the sweep, to the bit."""
+    start = compared / "start-seed0" / "last.safetensors"
+    options = ("--start", start, "--macs", "0.6", "--out", tmp_path, "--latency-images", 0)
+    result = run("slimming", *options)
+    assert result.exit_code == 0, result.output
+    assert "next: deepmoe predict" in result.stdout and "Network Slimming" in result.stdout
+    here = load_file(tmp_path / "slimming-60-seed0" / "last.safetensors")
+    there = load_file(compared / "slimming-60-seed0" / "last.safetensors")
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+def test_published_schedules_are_rows_of_their_own(preset: Path) -> None:
+    methods = [method_named(name) for name in ("li", "dense")]
+    asked = open_comparison(
+        methods, shares=(0.6, 0.7), preset=str(preset), seeds=(0, 1), published=True
+    )
+    rows = rows_of(asked)
+    assert [row.name for row in rows] == [
+        "li-60",
+        "li-70",
+        "li_published-60",
+        "li_published-70",
+        "dense",
+    ]
+    own, theirs = rows[0].steps[-1].config.train, rows[2].steps[-1].config.train
+    assert (own.epochs, theirs.epochs, theirs.schedule) == (1, 40, "constant")
+    grid = comparison_grid(asked, rows, jobs=3)
+    assert len(grid.runs) == 2 * 6 and grid.jobs == 3  # the start of each seed comes with them
+    assert {run.needs[0] for run in grid.runs if run.needs} == {"start-seed0", "start-seed1"}
+
+
+def test_teachers_are_trained_first(preset: Path) -> None:
+    asked = open_comparison(
+        [method_named("taylor")],
+        shares=(0.6,),
+        preset=str(preset),
+        seeds=(0, 1),
+        teacher_preset=str(preset),
+    )
+    grid = comparison_grid(asked, rows_of(asked), jobs=1)
+    names = [run.name for run in grid.in_order]
+    taught = next(run for run in grid.runs if run.name == "taylor-60-seed1")
+    assert taught.lessons == ["teacher-seed0", "teacher-seed1"]
+    assert taught.config.loss.distillation == 0.9
+    assert max(map(names.index, taught.lessons)) < names.index(taught.name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("li",), "give --start, the checkpoint of a trained dense network, or --preset"),
+        (("lii", "--preset", "PRESET"), "no method is named 'lii'"),
+        (("li", "--preset", "PRESET", "--macs", "0.001"), "can't leave 0.001 of the MACs"),
+        (("li", "--preset", "PRESET", "--macs", "1.5"), "shares of the dense MACs"),
+        (("li", "--preset", "PRESET", "--seeds", "0,0"), "two runs are named"),
+        (("li", "--preset", "PRESET", "--model", "vgg16"), "the network is resnet20, not vgg16"),
+        (("li", "--preset", "PRESET", "--setting", "vgg16-a"), "a setting of vgg16, not of"),
+        (("he", "--preset", "PRESET", "--setting", "vgg16-a"), "it is for li and li-greedy"),
+        (("li", "--preset", "PRESET", "--methods", "he"), "--methods goes with compare all"),
+        (("li", "--start", "GATED"), "methods start from a dense network"),
+        (("li", "--start", "SMALL"), "pruned already: methods start from the whole network"),
+        (("li", "--start", "START", "--set", "model.wide=2"), "model... can't change it"),
+        (("li", "--start", "START", "--teacher", "missing"), "no checkpoint at missing"),
+        (("li", "--start", "START", "--set", "data.name=cifar10"), "images of 32 px"),
+        (("ours-exits", "--preset", "PRESET", "--set", "data.holdout=0"), "that were held out"),
+        (("li", "--preset", "PRESET", "--ray", "127.0.0.1:1"), "no Ray cluster can be reached"),
+    ],
+)
+def test_mistakes_are_told_in_one_sentence_before_any_work(
+    arguments: tuple[str, ...], words: str, compared: Path, preset: Path, tmp_path: Path
+) -> None:
+    if "--ray" in arguments:
+        pytest.importorskip("ray")
+    places = {
+        "PRESET": str(preset),
+        "START": str(compared / "start-seed0" / "last.safetensors"),
+        "SMALL": str(compared / "slimming-60-seed0" / "last.safetensors"),
+        "GATED": str(compared / "ours-exits-60-seed0" / "exits.safetensors"),
+    }
+    result = run(*(places.get(a, a) for a in arguments), "--out", tmp_path / "out")
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and words in lines[0], result.stderr
+    assert not list(tmp_path.glob("out/*/last.safetensors"))
+
+
+def test_methods_are_listed() -> None:
+    result = run("list")
+    assert result.exit_code == 0 and "Huang and Wang 2018" in result.stdout
