@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from deepmoe.compare.least_squares import lasso
-from deepmoe.compare.readers import readers_of
 from deepmoe.compare.reconstruction import Sums
-from deepmoe.compare.samples import samples, training_images
+from deepmoe.compare.samples import Sampler, training_images
 from deepmoe.compare.task import Choice, PruningTask, unit_sums
 from deepmoe.compare.widths import strongest
 
@@ -30,25 +29,26 @@ def select(task: PruningTask) -> Choice:
     """The channels stay that a LASSO needs; the layers behind are refitted."""
     widths, original = task.even_widths(), task.model.network
     network = copy.deepcopy(original)
-    images = training_images(task, MOST_IMAGES)
+    masks = [torch.ones(group.width, dtype=torch.bool) for group in task.groups]
     stays = torch.ones(len(unit_sums(task)), dtype=torch.bool)
-    masks: list[Tensor] = []
-    for index, (group, width) in enumerate(zip(task.groups, widths, strict=True)):
-        if width == group.width:
-            masks.append(torch.ones(width, dtype=torch.bool))
-            continue
-        found = [Sums.empty(reader, network) for reader in readers_of(task, group)]
-        readers = [sums.reader for sums in found]
-        for batch in samples(task, readers, images, (original, network), index):
+    narrower = [i for i, group in enumerate(task.groups) if widths[i] < group.width]
+    images = training_images(task, MOST_IMAGES)
+    groups = [task.groups[i] for i in narrower]
+    sampler = Sampler(task, images, (original, network), groups)
+    for index, group in zip(narrower, groups, strict=True):
+        found = [Sums.empty(reader, network) for reader in sampler.readers[group.number]]
+        for batch in sampler.samples(group):
             for sums, (then, now) in zip(found, batch, strict=True):
                 sums.add(now.x_SCK, then.y_SO, _difference(then.shortcut_SO, now.shortcut_SO))
+        found = [sums.of_all_processes() for sums in found]
         start = task.gating.graph.offsets[group.number]
         units = slice(start, start + group.width)
-        found = [sums.of_all_processes() for sums in found]
-        normal = [sums.by_unit(network, stays, units) for sums in found]
-        scores = lasso(sum(z for z, _ in normal), sum(y for _, y in normal), width).abs()
-        masks += strongest([scores], [width])
-        stays[units] = masks[-1]
+        grams, moments = zip(*(s.by_unit(network, stays, units) for s in found), strict=True)
+        coefficients = lasso(
+            torch.stack(grams).sum(dim=0), torch.stack(moments).sum(dim=0), widths[index]
+        )
+        (masks[index],) = strongest([coefficients.abs()], [widths[index]])
+        stays[units] = masks[index]
         for sums in found:
             sums.refit(network, original, stays)
     return Choice(tuple(masks), network)

@@ -18,12 +18,14 @@ class Reader:
 
     Attributes:
         layer: with its units.
+        node: of the graph.
         norm: path of the batch norm that alone reads the layer's output, if there is one.
         addition: where the result, behind the norm, meets a shortcut.
         shortcut: what it meets there.
     """
 
     layer: Layer
+    node: fx.Node
     norm: str | None
     addition: fx.Node | None
     shortcut: fx.Node | None
@@ -50,8 +52,8 @@ def readers_of(task: PruningTask, group: Group) -> list[Reader]:
             continue
         if not isinstance(root.get_submodule(layer.path), nn.Conv2d | nn.Linear):
             raise UserError(f"this method reads convolutions and linear layers, not {layer.path}")
-        end, norm = nodes[layer.node], None
-        user = _only_user(end)
+        node, norm = nodes[layer.node], None
+        end, user = node, _only_user(node)
         if user is not None and user.op == "call_module":
             module = root.get_submodule(str(user.target))
             if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
@@ -63,7 +65,9 @@ def readers_of(task: PruningTask, group: Group) -> list[Reader]:
         if addition is not None and name_of(addition, root) in ADDITIONS and not addition.kwargs:
             others = [arg for arg in addition.args if arg is not end]
             shortcut = others[0] if isinstance(others[0], fx.Node) else None
-        found.append(Reader(layer, norm, addition if shortcut is not None else None, shortcut))
+        found.append(
+            Reader(layer, node, norm, addition if shortcut is not None else None, shortcut)
+        )
     return found
 
 

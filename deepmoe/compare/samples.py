@@ -1,26 +1,28 @@
 """What layers read and give at a few random positions: what `he` and `thinet` are computed from.
 
-Nothing is kept but rows of numbers for these positions, and of those only one batch's at a time.
+Of what layers read, only rows for these positions are taken, one batch's at a time.
 """
 
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from deepmoe.compare.readers import Reader
+from deepmoe.compare.readers import Reader, readers_of
 from deepmoe.compare.task import PruningTask
 from deepmoe.costs import as_pair
 from deepmoe.data import derive_seed
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import batches_for
-from deepmoe.graph import evaluation_mode
+from deepmoe.graph import Group, evaluation_mode
 
 POSITIONS = 10  # an image
+MOST_HELD = 2**31  # bytes of what images have become on their way
 MOST_BYTES = 2**30  # of images, which are held while layers take their turns
 BATCH_PIXELS = 2**18  # 256 images of CIFAR's size
 LEAST_BATCH = 8
@@ -69,30 +71,62 @@ def training_images(task: PruningTask, most: int, of_class: int | None = None) -
     return list(torch.stack(found[:most]).split(size))
 
 
-def samples(
-    task: PruningTask,
-    readers: Sequence[Reader],
-    images: Sequence[Tensor],
-    networks: Sequence[nn.Module],
-    *seeds: int,
-) -> Iterator[list[list[Sample]]]:
-    """For each batch of images, samples of each reader in each network, at the same positions.
+class Sampler:
+    """Takes samples of a group's readers after another's, front to back.
+
+    What stands before the readers that are still to come never changes again. It is held for the
+    next group, as far as memory allows: else every group would cost a pass from the images on.
 
     Args:
         task: of the networks.
-        readers: the layers.
         images: in batches.
-        networks: the task's, or with other weights.
-        seeds: of the positions, with the task's.
+        networks: the task's, or with other weights, of which only readers change.
+        groups: that will be asked for, in this order.
     """
-    generator = torch.Generator().manual_seed(derive_seed(task.seed, *seeds))
-    for x_BCHW in images:
-        positions: dict[Reader, Tensor] = {}
-        found = []
-        for network in networks:
-            pass_ = _Pass(task.gating.graph.program, network, readers, positions, generator)
-            found.append(pass_.samples(task.model.as_input(x_BCHW)))
-        yield [list(of_reader) for of_reader in zip(*found, strict=True)]
+
+    def __init__(
+        self,
+        task: PruningTask,
+        images: Sequence[Tensor],
+        networks: Sequence[nn.Module],
+        groups: Sequence[Group],
+    ) -> None:
+        self.task, self.networks = task, networks
+        self.program = task.gating.graph.program
+        self.order = {node: number for number, node in enumerate(self.program.nodes)}
+        self.readers = {group.number: readers_of(task, group) for group in groups}
+        (first,) = self.program.find_nodes(op="placeholder")
+        self.held = [[Held(first, {first: x}) for _ in networks] for x in images]
+
+    def samples(self, group: Group) -> Iterator[list[list[Sample]]]:
+        """For each batch, samples of each reader in each network, at the same positions."""
+        readers = self.readers[group.number]
+        to_come = [r for number, of in self.readers.items() if number >= group.number for r in of]
+        cut = min((reader.node for reader in to_come), key=self.order.__getitem__)
+        generator = torch.Generator().manual_seed(derive_seed(self.task.seed, group.number))
+        most = MOST_HELD // (len(self.held) * len(self.networks))
+        for of_batch in self.held:
+            positions: dict[Reader, Tensor] = {}
+            found = []
+            for number, network in enumerate(self.networks):
+                run = _Pass(self, network, readers, positions, generator, of_batch[number], cut)
+                found.append(run.samples())
+                if run.at_cut is not None and run.at_cut.nbytes <= most:
+                    of_batch[number] = run.at_cut
+            yield [list(of_reader) for of_reader in zip(*found, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Where a pass through a network stands: all that nodes from `start` on still read."""
+
+    start: fx.Node
+    values: dict[fx.Node, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the values."""
+        return sum(v.nbytes for v in self.values.values() if isinstance(v, Tensor))
 
 
 class _Pass(fx.Interpreter):
@@ -100,26 +134,41 @@ class _Pass(fx.Interpreter):
 
     def __init__(
         self,
-        program: fx.Graph,
+        sampler: Sampler,
         network: nn.Module,
         readers: Sequence[Reader],
         positions: dict[Reader, Tensor],
         generator: torch.Generator,
+        held: Held,
+        cut: fx.Node,
     ) -> None:
-        super().__init__(network, graph=program)
+        super().__init__(network, graph=sampler.program)
         self.extra_traceback = False  # leaving early is no error to be told
-        self.network, self.readers = network, readers
+        self.network, self.readers, self.order = network, readers, sampler.order
         self.positions, self.generator = positions, generator
+        self.held, self.cut = held, cut
+        self.as_input = sampler.task.model.as_input
+        self.at_cut: Held | None = None
         self.read: dict[Reader, tuple[Tensor, Tensor]] = {}
         self.shapes: dict[Reader, torch.Size] = {}
         self.met: dict[Reader, Tensor | None] = {}
 
-    def samples(self, x_BCHW: Tensor) -> list[Sample]:
+    def samples(self) -> list[Sample]:
+        # Copies: operations may work in place. Of numbers there is nothing to copy.
+        env = {
+            node: self.as_input(value).clone() if isinstance(value, Tensor) else value
+            for node, value in self.held.values.items()
+        }
         with evaluation_mode(self.network), contextlib.suppress(_AllSeen):
-            self.run(x_BCHW)
+            self.run(initial_env=env)
         return [Sample(*self.read[reader], self.met[reader]) for reader in self.readers]
 
     def run_node(self, n: fx.Node) -> object:
+        # Weights are looked up anew: layers may have got others.
+        if self.order[n] < self.order[self.held.start] and n.op != "get_attr":
+            return None
+        if n is self.cut and self.held.start is not n:
+            self.at_cut = self._hold(n)
         # An addition may work in place: what it adds is looked at before.
         for reader in self.readers:
             if reader.addition is n:
@@ -127,12 +176,20 @@ class _Pass(fx.Interpreter):
                 self._meet(reader, self.env[reader.shortcut])
         value = super().run_node(n)
         for reader in self.readers:
-            if reader.layer.node == n.name:
+            if reader.node is n:
                 assert isinstance(n.args[0], fx.Node)
                 self._read(reader, self.env[n.args[0]], value)
         if len(self.met) == len(self.readers):
             raise _AllSeen
         return value
+
+    def _hold(self, start: fx.Node) -> Held:
+        values = {}
+        for node, value in self.env.items():
+            needed = any(self.order[user] >= self.order[start] for user in node.users)
+            if needed and node.op != "get_attr":
+                values[node] = value.clone() if isinstance(value, Tensor) else value
+        return Held(start, values)
 
     def _read(self, reader: Reader, x: Tensor, y: Tensor) -> None:
         module = self.network.get_submodule(reader.path)

@@ -11,14 +11,13 @@ follows once, as for every method. Streams keep all channels, unless widths are 
 """
 
 import copy
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from deepmoe.compare.least_squares import corrections
-from deepmoe.compare.readers import Reader, readers_of
-from deepmoe.compare.samples import samples, training_images
+from deepmoe.compare.readers import Reader
+from deepmoe.compare.samples import Sampler, training_images
 from deepmoe.compare.task import Choice, PruningTask
 from deepmoe.data import derive_seed
 from deepmoe.graph import Group
@@ -32,37 +31,30 @@ MOST_IMAGES = 10_000
 def select(task: PruningTask) -> Choice:
     """The channels stay that the next layer would miss; its weights make up for the others."""
     widths, network = task.even_widths(), copy.deepcopy(task.model.network)
+    masks = [torch.ones(group.width, dtype=torch.bool) for group in task.groups]
+    narrower = [i for i, group in enumerate(task.groups) if widths[i] < group.width]
     images = training_images(task, MOST_IMAGES, IMAGES_OF_CLASS)
-    masks: list[Tensor] = []
-    for index, (group, width) in enumerate(zip(task.groups, widths, strict=True)):
-        masks.append(torch.ones(group.width, dtype=torch.bool))
-        if width == group.width:
-            continue
-        readers = readers_of(task, group)
-        gram = _gram(task, network, images, index, readers)
-        masks[-1][least_felt(gram, group.width - width)] = False
-        factors = torch.cat([factors_for(gram, masks[-1]), gram.new_ones(1)])  # others stay
-        for reader in readers:
+    groups = [task.groups[i] for i in narrower]
+    sampler = Sampler(task, images, (network,), groups)
+    for index, group in zip(narrower, groups, strict=True):
+        gram = _gram(task, network, sampler, group)
+        masks[index][least_felt(gram, group.width - widths[index])] = False
+        factors = torch.cat([factors_for(gram, masks[index]), gram.new_ones(1)])  # others stay
+        for reader in sampler.readers[group.number]:
             weight_OCK = reader.weight(network)
             of_input = factors[_numbers(reader, task, group)].to(weight_OCK)
             weight_OCK.mul_(of_input[None, :, None])
     return Choice(tuple(masks), network)
 
 
-def _gram(
-    task: PruningTask,
-    network: nn.Module,
-    images: Sequence[Tensor],
-    index: int,
-    readers: Sequence[Reader],
-) -> Tensor:
+def _gram(task: PruningTask, network: nn.Module, sampler: Sampler, group: Group) -> Tensor:
     """X'X, where X is what each unit of a group adds to one random output of a reader."""
-    group = task.groups[index]
+    readers = sampler.readers[group.number]
     device = next(network.parameters()).device
     gram = torch.zeros(group.width, group.width, dtype=torch.float64, device=device)
     numbers = [_numbers(reader, task, group).to(device) for reader in readers]
-    generator = torch.Generator().manual_seed(derive_seed(task.seed, index, 1))
-    for batch in samples(task, readers, images, (network,), index, 0):
+    generator = torch.Generator().manual_seed(derive_seed(task.seed, group.number, 1))
+    for batch in sampler.samples(group):
         for reader, number, (sample,) in zip(readers, numbers, batch, strict=True):
             weight_OCK = reader.weight(network)
             drawn = torch.randint(len(weight_OCK), (len(sample.x_SCK),), generator=generator)
