@@ -1,48 +1,23 @@
-"""What layers read and give at a few random positions: what `he` and `thinet` are computed from.
+"""Samples of what layers read and give, of which `he` and `thinet` are computed."""
 
-Of what layers read, only rows for these positions are taken, one batch's at a time.
-"""
-
-import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
+from deepmoe.compare.passes import Held, Pass, Sample
 from deepmoe.compare.readers import Reader, readers_of
 from deepmoe.compare.task import PruningTask
 from deepmoe.costs import as_pair
 from deepmoe.data import derive_seed
-from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import batches_for
-from deepmoe.graph import Group, evaluation_mode
+from deepmoe.graph import Group
 
-POSITIONS = 10  # an image
 MOST_HELD = 2**31  # bytes of what images have become on their way
 MOST_BYTES = 2**30  # of images, which are held while layers take their turns
 BATCH_PIXELS = 2**18  # 256 images of CIFAR's size
 LEAST_BATCH = 8
-CHECKED = 64  # rows of a batch
-TOLERANCE = 0.02  # of the largest output; convolutions on a GPU may round to 10 bits
-
-
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """Rows (S) of one layer in one network: an image and a position each.
-
-    Attributes:
-        x_SCK: what the layer reads, at the places of its kernel.
-        y_SO: what it gives, less its bias.
-        shortcut_SO: what is added to that behind the norm, where something is.
-    """
-
-    x_SCK: Tensor
-    y_SO: Tensor
-    shortcut_SO: Tensor | None
 
 
 def training_images(task: PruningTask, most: int, of_class: int | None = None) -> list[Tensor]:
@@ -109,139 +84,10 @@ class Sampler:
             positions: dict[Reader, Tensor] = {}
             found = []
             for number, network in enumerate(self.networks):
-                run = _Pass(self, network, readers, positions, generator, of_batch[number], cut)
+                run = Pass(
+                    self.program, network, readers, positions, generator, of_batch[number], cut
+                )
                 found.append(run.samples())
                 if run.at_cut is not None and run.at_cut.nbytes <= most:
                     of_batch[number] = run.at_cut
             yield [list(of_reader) for of_reader in zip(*found, strict=True)]
-
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """Where a pass through a network stands: all that nodes from `start` on still read."""
-
-    start: fx.Node
-    values: dict[fx.Node, Any]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the values."""
-        return sum(v.nbytes for v in self.values.values() if isinstance(v, Tensor))
-
-
-class _Pass(fx.Interpreter):
-    """One batch through a network, up to the last thing that readers tell of."""
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        network: nn.Module,
-        readers: Sequence[Reader],
-        positions: dict[Reader, Tensor],
-        generator: torch.Generator,
-        held: Held,
-        cut: fx.Node,
-    ) -> None:
-        super().__init__(network, graph=sampler.program)
-        self.extra_traceback = False  # leaving early is no error to be told
-        self.network, self.readers, self.order = network, readers, sampler.order
-        self.positions, self.generator = positions, generator
-        self.held, self.cut = held, cut
-        self.as_input = sampler.task.model.as_input
-        self.at_cut: Held | None = None
-        self.read: dict[Reader, tuple[Tensor, Tensor]] = {}
-        self.shapes: dict[Reader, torch.Size] = {}
-        self.met: dict[Reader, Tensor | None] = {}
-
-    def samples(self) -> list[Sample]:
-        # Copies: operations may work in place. Of numbers there is nothing to copy.
-        env = {
-            node: self.as_input(value).clone() if isinstance(value, Tensor) else value
-            for node, value in self.held.values.items()
-        }
-        with evaluation_mode(self.network), contextlib.suppress(_AllSeen):
-            self.run(initial_env=env)
-        return [Sample(*self.read[reader], self.met[reader]) for reader in self.readers]
-
-    def run_node(self, n: fx.Node) -> object:
-        # Weights are looked up anew: layers may have got others.
-        if self.order[n] < self.order[self.held.start] and n.op != "get_attr":
-            return None
-        if n is self.cut and self.held.start is not n:
-            self.at_cut = self._hold(n)
-        # An addition may work in place: what it adds is looked at before.
-        for reader in self.readers:
-            if reader.addition is n:
-                assert reader.shortcut is not None
-                self._meet(reader, self.env[reader.shortcut])
-        value = super().run_node(n)
-        for reader in self.readers:
-            if reader.node is n:
-                assert isinstance(n.args[0], fx.Node)
-                self._read(reader, self.env[n.args[0]], value)
-        if len(self.met) == len(self.readers):
-            raise _AllSeen
-        return value
-
-    def _hold(self, start: fx.Node) -> Held:
-        values = {}
-        for node, value in self.env.items():
-            needed = any(self.order[user] >= self.order[start] for user in node.users)
-            if needed and node.op != "get_attr":
-                values[node] = value.clone() if isinstance(value, Tensor) else value
-        return Held(start, values)
-
-    def _read(self, reader: Reader, x: Tensor, y: Tensor) -> None:
-        module = self.network.get_submodule(reader.path)
-        if reader not in self.positions:
-            places = y[0].numel() // len(reader.layer.outs)
-            drawn = torch.rand(len(y), places, generator=self.generator).argsort(dim=1)
-            self.positions[reader] = drawn[:, :POSITIONS].to(y.device)
-        at_BP = self.positions[reader]
-        if isinstance(module, nn.Conv2d):
-            x_SCK, y_SO = _patches(module, x, at_BP, y.shape[3]), _rows(y, at_BP)
-        else:
-            x_SCK, y_SO = _rows(x.movedim(-1, 1), at_BP)[..., None], _rows(y.movedim(-1, 1), at_BP)
-        if isinstance(module.bias, Tensor):
-            y_SO = y_SO - module.bias
-        weight = reader.weight(self.network).flatten(1)
-        expected, given = x_SCK[:CHECKED].flatten(1) @ weight.T, y_SO[:CHECKED]
-        if bool((expected - given).abs().max() > TOLERANCE * given.abs().max()):
-            raise UserError(f"{reader.path} is more than a plain layer: this method can't refit it")
-        self.read[reader] = x_SCK, y_SO
-        self.shapes[reader] = y.shape
-        if reader.addition is None:
-            self.met[reader] = None
-
-    def _meet(self, reader: Reader, value: Tensor) -> None:
-        self.met[reader] = None
-        if value.shape == self.shapes[reader]:  # else it is spread, which no weight can mend
-            value = value if reader.layer.is_conv else value.movedim(-1, 1)
-            self.met[reader] = _rows(value, self.positions[reader])
-
-
-class _AllSeen(Exception):
-    """There is nothing left to look at."""
-
-
-def _rows(value: Tensor, at_BP: Tensor) -> Tensor:
-    """Channels, which lie along dimension 1, at some positions of each image."""
-    value = value.flatten(2) if value.dim() > 2 else value[..., None]
-    rows = value.gather(2, at_BP[:, None].expand(-1, value.shape[1], -1))
-    return rows.movedim(2, 1).flatten(0, 1)
-
-
-def _patches(conv: nn.Conv2d, x_BCHW: Tensor, at_BP: Tensor, columns: int) -> Tensor:
-    """What a convolution reads at some positions: one by one, as all would be k * k images."""
-    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
-    x = F.pad(x_BCHW, conv._reversed_padding_repeated_twice, mode=mode)
-    down, across = (
-        torch.arange(k, device=x.device) * d
-        for k, d in zip(conv.kernel_size, conv.dilation, strict=True)
-    )
-    top, left = at_BP // columns * conv.stride[0], at_BP % columns * conv.stride[1]
-    rows = top[..., None, None] + down[:, None]
-    cols = left[..., None, None] + across
-    image = torch.arange(len(x), device=x.device)[:, None, None, None]
-    patches = x.movedim(1, 3)[image, rows, cols]  # (B, P, k, k, C)
-    return patches.flatten(2, 3).movedim(3, 2).flatten(0, 1)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("all_positions")
 @pytest.fixture
 def all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every position is sampled, so that a reference needs no luck."""
-    monkeypatch.setattr("deepmoe.compare.samples.POSITIONS", 1000)
+    monkeypatch.setattr("deepmoe.compare.passes.POSITIONS", 1000)
 
 
 def rows(conv: nn.Conv2d, x_BCHW: Tensor) -> np.ndarray:
@@ -178,7 +178,7 @@ def test_weights_that_no_sample_tells_of_stay() -> None:
 
 
 def test_a_seed_gives_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepmoe.compare.samples.POSITIONS", 2)
+    monkeypatch.setattr("deepmoe.compare.passes.POSITIONS", 2)
     task = task_of(Chain(), small_images())
     seeds = (0, 0, 1)
     one, same, other = (he.select(replace(task, seed=seed)).network.two.weight for seed in seeds)
@@ -205,7 +205,7 @@ def test_a_layer_that_can_not_be_followed_gets_one_sentence(
 ) -> None:
     task = task_of(Chain(), small_images())
     task.model.network.two.stride = (1, 1)  # since it was described
-    monkeypatch.setattr("deepmoe.compare.samples._patches", lambda conv, x, *_: other(conv, x))
+    monkeypatch.setattr("deepmoe.compare.passes._patches", lambda conv, x, *_: other(conv, x))
 
     def other(conv: nn.Conv2d, x: Tensor) -> Tensor:
         return torch.zeros(len(x) * x.shape[2] * x.shape[3], conv.in_channels, 9).to(x)

@@ -46,7 +46,7 @@ def terms(conv: nn.Conv2d, x_BCHW: Tensor) -> np.ndarray:
 @torch.no_grad()
 def test_layers_are_thinned_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one output and all positions there is nothing left to be drawn."""
-    monkeypatch.setattr("deepmoe.compare.samples.POSITIONS", 1000)
+    monkeypatch.setattr("deepmoe.compare.passes.POSITIONS", 1000)
 
     class Narrow(nn.Module):
         def __init__(self) -> None:
