@@ -44,7 +44,7 @@ def _filter_norms(task: PruningTask, keep: Tensor | None = None) -> Tensor:
             continue
         weight = task.model.network.get_submodule(layer.path).weight
         assert isinstance(weight, Tensor)
-        by_input = weight.detach().abs().double().view(*weight.shape[:2], -1).sum(dim=2).cpu()
+        by_input = weight.detach().abs().double().reshape(*weight.shape[:2], -1).sum(dim=2).cpu()
         if keep is not None:
             by_input = by_input * keep[layer.ins]
         norms.index_add_(0, layer.outs % len(norms), by_input.sum(dim=1))

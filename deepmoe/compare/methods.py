@@ -1,8 +1,10 @@
 """All methods, in the order of the table; those that prune also by what `train.prune_by` takes."""
 
 from deepmoe.compare import (
+    depgraph,
     fbs,
     hard_moe,
+    he,
     li,
     noisy_topk,
     rnp,
@@ -10,6 +12,7 @@ from deepmoe.compare import (
     sss,
     strength,
     taylor,
+    thinet,
 )
 from deepmoe.compare.method import Method
 from deepmoe.compare.references import REFERENCES
@@ -20,6 +23,8 @@ from deepmoe.schema import suggest
 METHODS: tuple[Method, ...] = (
     li.INDEPENDENT,
     li.GREEDY,
+    he.METHOD,
+    thinet.METHOD,
     sss.METHOD,
     rnp.METHOD,
     hard_moe.METHOD,
@@ -27,6 +32,7 @@ METHODS: tuple[Method, ...] = (
     fbs.METHOD,
     taylor.METHOD,
     slimming.METHOD,
+    depgraph.METHOD,
     strength.METHOD,
     *REFERENCES,
 )
