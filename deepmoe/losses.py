@@ -157,8 +157,8 @@ class DeepMoELoss:
         """The task's cross-entropy of each image; of its pixels' mean in segmentation."""
         each = F.cross_entropy(
             at_least_single(logits), targets, ignore_index=self.ignore_index, reduction="none"
-        ).view(len(targets), -1)
-        counted = (targets != self.ignore_index).view(len(targets), -1).sum(dim=1)
+        ).reshape(len(targets), -1)
+        counted = (targets != self.ignore_index).reshape(len(targets), -1).sum(dim=1)
         return each.sum(dim=1) / counted.clamp_min(1)
 
 

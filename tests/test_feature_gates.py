@@ -11,13 +11,16 @@ from deepmoe import gate
 from deepmoe.budget import MacsBudget
 from deepmoe.checking import check
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
-from deepmoe.config import HeadsConfig, RunConfig, config_from_dict, config_to_dict
+from deepmoe.config import HeadsConfig, LossConfig, RunConfig, config_from_dict, config_to_dict
 from deepmoe.costs import count_costs, count_macs, dense_macs
 from deepmoe.data import DataInfo
 from deepmoe.deploy import CodedNetwork, static_network
 from deepmoe.errors import UserError
 from deepmoe.evaluation import collect_gates, cost_curve, cut_to, set_exits
-from deepmoe.model import DeepMoE
+from deepmoe.layers import Decisions
+from deepmoe.layers.agent import agent_loss
+from deepmoe.losses import DeepMoELoss
+from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.registry import config_of, create_model
 from deepmoe.sparse import sparsify
 from deepmoe.training.codebook_learning import learn_codebook
@@ -261,6 +264,27 @@ def test_what_needs_gates_ahead_is_refused_in_one_sentence(kind) -> None:
         widen(model, 2)
     record = collect_gates(model, batches, tuple("abcde"))
     assert [g.shape for g in record.gates] == [(4, 8), (4, 6)]
+
+
+def test_an_agent_is_rewarded_by_each_images_own_loss() -> None:
+    values, actions = torch.randn(3, 2, 4), torch.randint(4, (3, 2))
+    decisions = Decisions(values, actions, torch.tensor(-0.1))
+    logits, labels = torch.randn(3, 5, 4, 4), torch.randint(5, (3, 4, 4))
+    labels[0, :3] = 255
+    labels[2] = 255  # nothing to be judged by
+    own = [F.cross_entropy(logits[:1], labels[:1], ignore_index=255)]
+    own += [F.cross_entropy(logits[1:2], labels[1:2]), torch.tensor(0.0)]
+    output = DeepMoEOutput(logits, None, None, decisions=decisions)
+    config = LossConfig(agent=2.0, sparsity=1.0)
+    parts = DeepMoELoss.from_config(config, ignore_index=255)(output, labels)
+    torch.testing.assert_close(parts.total, agent_loss(decisions, -2.0 * torch.stack(own)))
+    assert parts.agent == parts.total != parts.task
+    frozen = DeepMoELoss.from_config(config, frozen=True, ignore_index=255)(output, labels)
+    assert frozen.total == frozen.task and frozen.agent == 0
+    whole = DeepMoEOutput(logits[:, :, 0, 0], None, None, decisions=decisions)
+    each = F.cross_entropy(whole.logits, labels[1, :3, 0], reduction="none")
+    found = DeepMoELoss.from_config(LossConfig())(whole, labels[1, :3, 0]).agent
+    torch.testing.assert_close(found, agent_loss(decisions, -each))
 
 
 @pytest.mark.parametrize(

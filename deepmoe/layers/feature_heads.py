@@ -16,6 +16,8 @@ from deepmoe.errors import UserError
 from deepmoe.layers.heads import project
 
 FLOOR = 1e-6  # a channel that was chosen runs, and is counted, even where its ReLU gives 0
+# Large features make large gates, and these larger features: beyond reason, that loop is cut.
+LARGEST = 16.0
 SPREAD = 0.1  # of the weights that start a head, in units of He's
 
 
@@ -86,8 +88,9 @@ class FeatureBoosting(FeatureHeads):
     """Feature Boosting and Suppression (Gao et al. 2019).
 
     For each layer, s is the mean of |x| over positions, h = W s + b, and the channels with the
-    largest h run: exactly `kept_L` of them for every image, with gates ReLU(h). All others are
-    zero. Gates take the place of the scales of batch norm: see `absorb_scales`.
+    largest h run: exactly `kept_L` of them for every image, with gates ReLU(h), which is at most
+    `LARGEST`. All others are zero. Gates take the place of the scales of batch norm: see
+    `absorb_scales`.
 
     Args:
         inputs: channels that the first maker of each gated group reads.
@@ -138,7 +141,7 @@ class FeatureBoosting(FeatureHeads):
         h_BC = project(s_BC, layer.weight) + layer.bias  # type: ignore[arg-type, operator]
         # Ranks, not a threshold: of channels that tie, no more run than there is room for.
         ranks_BC = h_BC.detach().argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        return torch.where(ranks_BC < self.kept_L[number], h_BC.clamp_min(FLOOR), 0.0)
+        return torch.where(ranks_BC < self.kept_L[number], h_BC.clamp(FLOOR, LARGEST), 0.0)
 
     @property
     def macs(self) -> int:

@@ -19,7 +19,7 @@ from deepmoe.model import DeepMoE
 BISECTIONS = 40
 LEAST_EPSILON = 0.1  # of exploration, at the end
 CALIBRATION_IMAGES = 500
-TRIED_SHIFTS = 14
+TRIED_SHIFTS = 20
 FURTHEST = 4.0  # to which an agent's decisions are shifted towards more channels
 DOUBLINGS = 12  # of the shift towards fewer
 TOLERANCE = 0.005  # share of the goal that a mean cost may lie below it

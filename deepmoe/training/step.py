@@ -128,7 +128,9 @@ class GraphedStep(EagerStep):
     def __init__(self, objective: nn.Module, optimizer: Any, fabric: Fabric) -> None:
         super().__init__(objective, optimizer, fabric)
         for group in optimizer.param_groups:
-            group["lr"] = torch.zeros((), device=fabric.device)
+            # Steps that take turns share it: each has captured where it lies.
+            if not isinstance(group["lr"], Tensor):
+                group["lr"] = torch.zeros((), device=fabric.device)
         self.plain_steps = 0
         self.stream = torch.cuda.Stream()
         self.captured: CapturedCall | None = None

@@ -434,7 +434,10 @@ def prepared(model: DeepMoE, device: torch.device) -> DeepMoE:
 
 
 def make_optimizer(model: DeepMoE, config: RunConfig) -> torch.optim.SGD:
-    """SGD with momentum. Gate heads get no weight decay: the L1 term is their regulariser."""
+    """SGD with momentum. Gate heads get no weight decay: the L1 term is their regulariser.
+
+    Those that look at features get it: they are layers like others.
+    """
     train = config.train
     heads = list(model.heads.parameters()) if model.heads is not None else []
     gate_parameters = {id(p) for p in heads}
@@ -442,7 +445,9 @@ def make_optimizer(model: DeepMoE, config: RunConfig) -> torch.optim.SGD:
     decay = {"weight_decay": train.weight_decay, "lr_scale": 1.0}
     groups: list[dict[str, Any]] = [{"params": others, **decay}]
     if heads:
-        groups.append({"params": heads, "weight_decay": 0.0, "lr_scale": config.heads.lr_scale})
+        weight_decay = train.weight_decay if model.on_the_way else 0.0
+        scale = config.heads.lr_scale
+        groups.append({"params": heads, "weight_decay": weight_decay, "lr_scale": scale})
     kind = torch.optim.SGD
     if isinstance(model.heads, ScaleFactors):
         kind = ProximalSGD

@@ -6,6 +6,7 @@ from helpers import counted_macs
 from deepmoe.errors import UserError
 from deepmoe.layers import Decisions, FeatureBoosting, PruningAgent
 from deepmoe.layers.agent import agent_loss
+from deepmoe.layers.feature_heads import LARGEST
 
 INPUTS, WIDTHS = [3, 8, 5], [8, 5, 7]
 
@@ -47,6 +48,13 @@ def test_ties_and_dead_heads_do_not_change_the_number() -> None:
     gates = heads.start().gates(0, torch.randn(9, 3, 2, 2), 1)
     assert ((gates != 0).sum(dim=1) == 4).all()
     assert gates.max() < 1e-5
+
+
+def test_gates_grow_with_features_only_so_far() -> None:
+    heads, x = boosting(1.0), torch.randn(20, 8, 4, 4)
+    with torch.no_grad():
+        found = [heads.start().gates(1, size * x, 1).max() for size in (0.1, 1, 1e6, 1e30)]
+    assert 0 < found[0] < found[1] < found[2] == found[3] == LARGEST
 
 
 def test_gates_are_made_in_full_precision_under_autocast() -> None:
