@@ -119,7 +119,9 @@ def _ungated(config: RunConfig) -> RunConfig:
     plain: dict[str, Any] = {f"train.{name}": getattr(train, name) for name in _OF_TRAINING}
     plain |= {f"loss.{name}": getattr(loss, name) for name in _OF_LOSS}
     plain |= {**NO_TEACHER, "model.gates": "none", "model.exits": False, "model.kept": None}
-    config = dataclasses.replace(config, heads=HeadsConfig(), embedding=EmbeddingConfig())
+    config = dataclasses.replace(config, heads=HeadsConfig())
+    if config.embedding.form == "network":  # what is left of another run's start
+        config = dataclasses.replace(config, embedding=EmbeddingConfig())
     epochs = config.train.epochs or config.train.finetune_epochs
     return changed(config, {**plain, "train.epochs": epochs})
 
