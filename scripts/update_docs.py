@@ -25,6 +25,7 @@ from benchmark_tables import (
     sparse_table,
     train_speed_table,
 )
+from compare_tables import methods_table, small_table
 from exit_tables import (
     embedding_table,
     field_table,
@@ -98,6 +99,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "curve-plain": partial(curve_table, "cifar100_gates", FOUR),
     "curve-small": partial(curve_table, "small_by_heart", SMALL),
     "cut-four-many": cut_table,
+    "compare-methods": methods_table,
+    "compare-small": small_table,
     "exit-front": front_table,
     "exit-pairs": pairs_table,
     "exit-saved": saved_table,
