@@ -68,6 +68,9 @@ class HeadsConfig:
     kind: HeadsKind = "relu"
     init: str | None = None  # see layers.heads.initialise; None: by kind, and spread under a budget
     share: float = 0.5  # of a layer's channels that noisy top-k and fbs keep
+    # fbs: of the first weights, in units of He's, which are the paper's. Small ones start as the
+    # network itself does and choose much the same channels for all images, large ones differ more.
+    spread: float = 0.1
     groups: int = 4  # rnp: into which a layer's channels are parted; an action runs the first few
     hidden: int = 32  # rnp: width of the agent's recurrent cell
     penalty: float = -0.1  # rnp: reward of a group beyond the first; a budget moves it
@@ -195,6 +198,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "embedding.shrink": (1, 1e3),
     "embedding.prune": (TINY, 1),
     "heads.share": (TINY, 1),
+    "heads.spread": (0, 1e3),
     "heads.groups": (1, 1e3),
     "heads.hidden": (1, 1e5),
     "heads.penalty": (-HUGE, -TINY),

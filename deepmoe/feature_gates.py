@@ -13,7 +13,8 @@ def make_feature_heads(gating: Gating, config: HeadsConfig) -> FeatureHeads:
     A group that several layers make is judged by what the first of them reads.
     """
     if config.kind == "fbs":
-        return FeatureBoosting(gating.inputs, gating.widths, share=config.share)
+        options = {"share": config.share, "spread": config.spread}
+        return FeatureBoosting(gating.inputs, gating.widths, **options)
     return PruningAgent(
         gating.inputs,
         gating.widths,

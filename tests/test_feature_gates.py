@@ -196,7 +196,11 @@ def test_a_group_is_gated_for_all_its_readers_alike(kind) -> None:
 @pytest.mark.parametrize("kind", ["fbs", "rnp"])
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
 def test_checkpoints_give_the_same_model_back(kind, precision, tmp_path) -> None:
-    kept = {"share": 0.3} if kind == "fbs" else {"groups": 3, "hidden": 8, "penalty": -0.2}
+    kept = (
+        {"share": 0.3, "spread": 0.5}
+        if kind == "fbs"
+        else {"groups": 3, "hidden": 8, "penalty": -0.2}
+    )
     name = {"name": "resnet20", "widths": [4] * 9}
     model = create_model(**name, classes=10, heads=heads(kind, **kept))
     randomise_statistics(model.network)

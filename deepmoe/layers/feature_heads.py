@@ -18,7 +18,6 @@ from deepmoe.layers.heads import project
 FLOOR = 1e-6  # a channel that was chosen runs, and is counted, even where its ReLU gives 0
 # Large features make large gates, and these larger features: beyond reason, that loop is cut.
 LARGEST = 16.0
-SPREAD = 0.1  # of the weights that start a head, in units of He's
 
 
 class Decisions(NamedTuple):
@@ -96,23 +95,32 @@ class FeatureBoosting(FeatureHeads):
         inputs: channels that the first maker of each gated group reads.
         widths: gates of each gated group of channels.
         share: of each layer's channels that run; at least one does.
+        spread: of the weights at first, in units of He's initialisation.
     """
 
     kept_L: Tensor
 
-    def __init__(self, inputs: Sequence[int], widths: Sequence[int], *, share: float = 0.5) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[int],
+        widths: Sequence[int],
+        *,
+        share: float = 0.5,
+        spread: float = 0.1,
+    ) -> None:
         super().__init__(inputs, widths)
         if not 0 < share <= 1:
             raise UserError(
                 f"the share of kept channels must be above 0 and at most 1, not {share}"
             )
         self.share = share
+        self.spread = spread
         self.layers = nn.ModuleList(
             nn.Linear(read, made) for read, made in zip(inputs, widths, strict=True)
         )
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
-            nn.init.normal_(layer.weight, 0.0, SPREAD * math.sqrt(2 / max(1, layer.in_features)))
+            nn.init.normal_(layer.weight, 0.0, spread * math.sqrt(2 / max(1, layer.in_features)))
             nn.init.ones_(layer.bias)
         # A tensor, so that what is compiled or captured follows it.
         self.register_buffer("kept_L", torch.tensor(self.counts(share)))
@@ -149,7 +157,7 @@ class FeatureBoosting(FeatureHeads):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"kind": "fbs", "share": self.share}
+        return {"kind": "fbs", "share": self.share, "spread": self.spread}
 
 
 class BoostingPass(Pass):

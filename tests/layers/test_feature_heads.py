@@ -50,6 +50,13 @@ def test_ties_and_dead_heads_do_not_change_the_number() -> None:
     assert gates.max() < 1e-5
 
 
+def test_weights_start_in_units_of_hes_and_biases_at_one() -> None:
+    for spread in (0.0, 0.1, 1.0):
+        layer = FeatureBoosting([200], [300], spread=spread).layers[0]
+        assert layer.weight.std().item() == pytest.approx(spread * 0.1, rel=0.05)  # (2 / 200)^0.5
+        assert layer.bias.eq(1).all()
+
+
 def test_gates_grow_with_features_only_so_far() -> None:
     heads, x = boosting(1.0), torch.randn(20, 8, 4, 4)
     with torch.no_grad():

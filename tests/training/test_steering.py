@@ -126,7 +126,7 @@ def test_boosting_learns_and_costs_exactly_its_share(boosted) -> None:
     x = next(iter(boosted.data.evaluation))[0]
     with torch.no_grad():
         gates = torch.cat(boosted.model.eval()(x).gates, dim=1)
-    assert len((gates != 0).unique(dim=0)) > 10  # routes differ from image to image
+    assert gates.std(dim=0).max() > 0.1  # they differ from image to image
 
 
 def test_an_agent_meets_its_target_and_images_differ(pruned) -> None:
