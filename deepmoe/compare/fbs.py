@@ -12,6 +12,7 @@ def plan(cell: Cell) -> list[Step]:
     gated = {
         "model.gates": "inner",
         "heads.kind": "fbs",
+        "heads.lr_scale": RATE,
         "loss.sparsity": SPARSITY,
         "train.target_macs": cell.share,
     }
@@ -19,4 +20,5 @@ def plan(cell: Cell) -> list[Step]:
 
 
 SPARSITY = 1e-8  # of the paper
+RATE = 0.1  # of the gates, in units of the network's: at one, gates of trained networks run away
 METHOD = Method("fbs", "FBS", "Gao et al. 2019", plan, dynamic=True)

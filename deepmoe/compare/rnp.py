@@ -10,8 +10,14 @@ from deepmoe.compare.method import Cell, Method, Step, changed
 
 def plan(cell: Cell) -> list[Step]:
     """One run: the trained network and its agent."""
-    gated = {"model.gates": "inner", "heads.kind": "rnp", "train.target_macs": cell.share}
+    gated = {
+        "model.gates": "inner",
+        "heads.kind": "rnp",
+        "heads.lr_scale": RATE,
+        "train.target_macs": cell.share,
+    }
     return [Step(cell.name, changed(cell.base, gated))]
 
 
+RATE = 0.3  # of the agent, in units of the network's
 METHOD = Method("rnp", "RNP", "Lin et al. 2017", plan, dynamic=True)
