@@ -92,6 +92,35 @@ def cost_curve_plot(curves: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
     return figure
 
 
+def comparison_plot(table: Sequence[Mapping[str, Any]]) -> Figure:
+    """Accuracy against cost of the methods of a comparison, a curve each.
+
+    Args:
+        table: rows as `deepmoe.comparison` gives them. What chooses for each image is dashed.
+    """
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    names = list(dict.fromkeys((row["title"], row["published"]) for row in table))
+    for number, (title, published) in enumerate(names):
+        rows = [row for row in table if (row["title"], row["published"]) == (title, published)]
+        rows.sort(key=lambda row: row["macs_share"])
+        axes.plot(
+            [100 * row["macs_share"] for row in rows],
+            [100 * row["accuracy"] for row in rows],
+            linestyle="--" if rows[0]["dynamic"] else "-",
+            marker=MARKERS[number % len(MARKERS)],
+            color=f"C{number % 10}",
+            label=f"{title}, published schedule" if published else title,
+        )
+    axes.set(xlabel="mean MACs, % of dense", ylabel="accuracy, %")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)  # there may be twenty curves
+    return figure
+
+
+MARKERS = "os^vDP*X<>ph"  # colours alone repeat after ten
+
+
 def as_data_uri(figure: Figure) -> str:
     """The figure as an SVG image that can stand inside a page."""
     buffer = io.BytesIO()

@@ -144,8 +144,7 @@ def _write(found: "Comparison", folder: Path, command: str, seed: int) -> None:
     """Table and plot, beside the runs."""
     import io
 
-    from deepmoe.analysis.plots import cost_curve_plot
-    from deepmoe.comparison.table import curves_of
+    from deepmoe.analysis.plots import comparison_plot
     from deepmoe.devices import choose_device
     from deepmoe.files import write_atomically
     from deepmoe.results import write_result
@@ -160,7 +159,7 @@ def _write(found: "Comparison", folder: Path, command: str, seed: int) -> None:
         device=choose_device("auto"),
     )
     drawn = io.BytesIO()
-    cost_curve_plot(curves_of(found.table)).savefig(drawn, format="png", dpi=150)
+    comparison_plot(found.table).savefig(drawn, format="png", dpi=150)
     write_atomically(folder / PLOT_NAME, drawn.getvalue())
 
 

@@ -83,6 +83,11 @@ class Row:
         """Of its last run."""
         return self.steps[-1].name
 
+    @property
+    def epochs(self) -> int:
+        """Of all its runs: some methods train before they prune."""
+        return sum(step.config.train.total_epochs for step in self.steps)
+
 
 def rows_of(asked: Asked) -> list[Row]:
     """The rows of a comparison, with their runs.

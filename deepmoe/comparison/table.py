@@ -12,6 +12,7 @@ from deepmoe.costs import format_macs
 HEADER = (
     "method",
     "schedule",
+    "epochs",
     "of dense MACs",
     "accuracy",
     "mean MACs",
@@ -51,6 +52,7 @@ def comparison_table(
                 "dynamic": row.method.dynamic,
                 "published": row.published,
                 "share": row.share,
+                "epochs": row.epochs,
                 "seeds": len(found),
                 "accuracy": statistics.fmean(accuracies),
                 "accuracy_deviation": statistics.stdev(accuracies) if len(found) > 1 else None,
@@ -78,6 +80,7 @@ def table_cells(table: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         (
             line["title"],
             "published" if line["published"] else "ours",
+            str(line["epochs"]),
             f"{line['macs_share']:.1%}",
             _with_spread(line["accuracy"], line["accuracy_deviation"]),
             format_macs(line["macs"]),
@@ -88,16 +91,6 @@ def table_cells(table: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
         )
         for line in table
     ]
-
-
-def curves_of(table: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, float]]]:
-    """Accuracy against cost, a curve for each method, for a plot."""
-    curves: dict[str, list[dict[str, float]]] = {}
-    for line in table:
-        title = f"{line['title']} (published schedule)" if line["published"] else line["title"]
-        point = {"accuracy": line["accuracy"], "macs_share": line["macs_share"]}
-        curves.setdefault(title, []).append(point)
-    return {t: sorted(points, key=lambda p: p["macs_share"]) for t, points in curves.items()}
 
 
 def _with_spread(accuracy: float, deviation: float | None) -> str:
