@@ -10,13 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepmoe.costs import Size, cost_matrix, count_costs, count_macs, dense_macs, macs_of_counts
+from deepmoe.costs import (
+    Size,
+    cost_matrix,
+    count_costs,
+    count_macs,
+    dense_macs,
+    largest,
+    macs_of_counts,
+)
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for, size_of
 from deepmoe.layers import FeatureBoosting, PruningAgent
 from deepmoe.model import DeepMoE
 
-BISECTIONS = 40
 LEAST_EPSILON = 0.1  # of exploration, at the end
 CALIBRATION_IMAGES = 500
 TRIED_SHIFTS = 20
@@ -83,14 +90,8 @@ def share_for(model: DeepMoE, size: Size, target: float) -> float:
         counts = torch.tensor([heads.counts(share)], dtype=torch.float64)
         return macs_of_counts(counts, quadratic).item() + heads.macs
 
-    low, high = 0.0, 1.0
-    _check_least(cost(low), most, dense, target)
-    if cost(high) <= most:
-        return high
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if cost(middle) <= most else (low, middle)
-    return low
+    _check_least(cost(0.0), most, dense, target)
+    return largest(lambda share: cost(share) <= most, 0.0, 1.0)
 
 
 class AgentSteering:
