@@ -4,20 +4,53 @@ Which channels go is the same for all images, and a method of `deepmoe.compare` 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from deepmoe.compare import SELECTORS, PruningTask
+from deepmoe.compare import SELECTORS, Epochs, PruningTask
 from deepmoe.config import PruneBy, TrainConfig
 from deepmoe.costs import Size
-from deepmoe.data import Loader
+from deepmoe.data import Batch
 from deepmoe.errors import UserError
 from deepmoe.evaluation.cut import refit_norms
-from deepmoe.graph import Gating, check_kept, prunable
+from deepmoe.graph import Gating, check_kept, describe, prunable
 from deepmoe.hard_moe import refuse_experts
 from deepmoe.model import DeepMoE
+
+
+def prune_module(
+    module: nn.Module,
+    images: Tensor,
+    share: float | None,
+    batches: Iterable[Batch],
+    *,
+    by: PruneBy = TrainConfig.prune_by,
+    tilt: float = TrainConfig.prune_tilt,
+    widths: Sequence[int] | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """A smaller copy of any convolutional network: fewer channels, the same class and forward.
+
+    Args:
+        module: trained; it is left as it is.
+        images: a few such as it takes, normalised.
+        share: of its MACs that is to be left; `None` where widths are given.
+        batches: of normalised training images and labels, such as a torch `DataLoader`.
+        by: as of `prune`, as are the others.
+        tilt: see there.
+        widths: see there.
+        seed: see there.
+
+    Raises:
+        UserError: where the network can't be captured, or pruned so far.
+    """
+    graph = describe(module, images)
+    model = DeepMoE(None, None, module, prunable(graph))
+    model.training = module.training
+    size = (images.shape[-2], images.shape[-1])
+    return prune(model, size, share, batches, by=by, tilt=tilt, widths=widths, seed=seed).network
 
 
 @torch.no_grad()
@@ -25,7 +58,7 @@ def prune(
     model: DeepMoE,
     size: Size,
     share: float | None,
-    judged_by: Loader,
+    judged_by: Epochs | Iterable[Batch],
     *,
     by: PruneBy = TrainConfig.prune_by,
     tilt: float = TrainConfig.prune_tilt,
@@ -39,7 +72,7 @@ def prune(
         model: without gates; they would not fit the channels that are left.
         size: of its input images.
         share: of the base network's MACs that is to be left; `None` where widths are given.
-        judged_by: labelled training images.
+        judged_by: labelled training images: a loader, or batches of images and labels.
         by: the method, one of `deepmoe.compare.SELECTORS`.
         tilt: of `taylor` and `strength`: how far groups may differ in the share of channels they
             keep, from 0 to 1.
@@ -53,6 +86,11 @@ def prune(
     Raises:
         UserError: for a gated or pruned model, or a share that can't be reached.
     """
+    if not isinstance(model, DeepMoE):
+        raise UserError("prune takes a model of deepmoe's: prune_module takes any network")
+    if by not in SELECTORS:
+        raise UserError(f"channels are pruned by one of {', '.join(SELECTORS)}, not by {by!r}")
+    loader: Epochs = judged_by if isinstance(judged_by, Epochs) else Batches(judged_by)
     refuse_experts(model, "prune the network that they start from")
     if model.gated:
         raise UserError("a gated model can't be pruned: prune the network, then gate what is left")
@@ -68,7 +106,7 @@ def prune(
         gating,
         size,
         1.0 if share is None else share,
-        judged_by,
+        loader,
         widths=None if widths is None else tuple(widths),
         tilt=tilt,
         factors=None if factors is None else tuple(factors),
@@ -87,5 +125,16 @@ def prune(
     )
     small.training = model.training  # its parts keep their own modes
     if choice.refit_norms:
-        refit_norms(small, judged_by.epoch(0))
+        refit_norms(small, loader.epoch(0))
     return small
+
+
+class Batches:
+    """Batches of a user's own, such as a torch `DataLoader`, as methods ask for them."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self.batches = batches
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """All batches, as they come."""
+        return iter(self.batches)

@@ -22,7 +22,7 @@ from deepmoe.errors import TrainingInterrupted, UserError
 from deepmoe.evaluation.importance import channel_importance
 from deepmoe.graph import Gating, channel_strengths, describe, prunable
 from deepmoe.model import DeepMoE
-from deepmoe.pruning import prune
+from deepmoe.pruning import prune, prune_module
 from deepmoe.registry import config_of, create_model
 from deepmoe.training import FitResult, fit
 from deepmoe.training.trainer import Trainer
@@ -198,6 +198,29 @@ def test_what_is_left_computes_what_the_network_does_with_other_gates_closed(
     assert model.network.get_parameter(
         "conv1.weight" if "res" in name else "features.0.weight"
     ).any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("by", ["he", "thinet", "taylor", "li"])
+def test_any_network_is_pruned_by_batches_of_ones_own(by: str) -> None:
+    network = randomise_statistics(Small()).eval()
+    data = torch.utils.data.TensorDataset(IMAGES[:, :, :8, :8], LABELS)
+    batches = torch.utils.data.DataLoader(data, batch_size=4)
+    small = prune_module(network, IMAGES[:2, :, :8, :8], 0.6, batches, by=by)
+    assert isinstance(small, Small) and not small.training
+    one = IMAGES[:1, :, :8, :8]
+    assert 0.4 < counted_macs(small, one) / counted_macs(network, one) <= 0.6
+    assert network.one.weight.shape[0] == 4  # it is left as it is
+
+
+def test_what_can_not_be_pruned_from_python_gets_one_sentence() -> None:
+    with pytest.raises(UserError, match="prune_module takes any network"):
+        prune(Small(), 8, 0.5, loader())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"by one of li, .* not by 'magic'"):
+        prune(dense("vgg11"), 32, 0.5, loader(), by="magic")  # type: ignore[arg-type]
+    for share, widths in ((None, None), (0.5, [4] * 8)):
+        with pytest.raises(UserError, match="a share of the MACs, or widths, and not both"):
+            prune(dense("vgg11"), 32, share, loader(), widths=widths)
 
 
 @torch.no_grad()

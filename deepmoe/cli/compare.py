@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,35 +14,34 @@ if TYPE_CHECKING:
     from deepmoe.comparison import Comparison
 
 ALL, LIST = "all", "list"
-TABLE_NAME, PLOT_NAME = "table.json", "table.png"
 
 
 @click.command()
-@click.argument("method")
+@click.argument("names", metavar="METHOD...", nargs=-1, required=True)
 @click.option(
     "--start", type=click.Path(path_type=Path), help="Checkpoint of the trained, dense network."
 )
-@click.option("--preset", help="Or how to train it first: a preset, or a .toml file.")
-@click.option("--model", help="What the network is called, to make sure that --start is one.")
-@click.option("--macs", default="0.5", show_default=True, help="Shares of the dense MACs.")
+@click.option("--preset", help="Or train it first, as this preset or .toml file says.")
+@click.option("--model", help="Fail unless the network is this one.")
 @click.option(
-    "--setting", help="Of li: a network of the paper, such as vgg16-a, instead of --macs."
+    "--macs",
+    default="0.5",
+    show_default=True,
+    help="Share of the dense MACs to keep; several with commas.",
 )
-@click.option("--seeds", default="0", show_default=True, help="Of the runs, with commas.")
-@click.option(
-    "--published", is_flag=True, help="Also retrain as each method's authors do, as a second row."
-)
+@click.option("--setting", help="With li: a network of the paper, such as vgg16-a, not --macs.")
+@click.option("--seeds", default="0", show_default=True, help="Seeds, with commas.")
+@click.option("--published", is_flag=True, help="Also retrain as each method's authors do.")
 @click.option(
     "--teacher",
     "teachers",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Checkpoint to learn from; can be given many times.",
+    help="Checkpoint to learn from. Can be given many times.",
 )
-@click.option("--teacher-preset", help="Or how to train teachers first, one a seed.")
-@click.option("--methods", help="Of all: these only, with commas.")
+@click.option("--teacher-preset", help="Or train teachers first by this preset, one a seed.")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Runs at once.")
-@click.option("--ray", metavar="ADDRESS", help="Train on this Ray cluster, not here.")
+@click.option("--ray", metavar="ADDRESS", help="Train on this Ray cluster instead.")
 @click.option(
     "--latency-images",
     default=200,
@@ -54,93 +53,83 @@ TABLE_NAME, PLOT_NAME = "table.json", "table.png"
 @set_option
 @network_option
 @json_option
-def compare(method: str, **options: object) -> None:
-    """Compare METHOD with others at one cost, or all of them in one table.
+def compare(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Run METHODs at the same cost, and print one table.
 
-    METHOD is a name (deepmoe compare list shows them), or all. Every method starts from the same
+    METHOD is a name, or all; "deepmoe compare list" shows them. Every method starts from the same
     trained network, comes down to the same share of its MACs, and is retrained as the start was
     trained, unless --set says otherwise. Accuracy is that of the last epoch, on the test set.
 
-    What is finished is not repeated: call it again to go on.
+    Finished runs are not repeated: call it again to go on.
     """
-    if method == LIST:
-        _print_methods()
+    if names == (LIST,):
+        _print_methods(as_json)
         return
-    _compare(method, **options)  # type: ignore[arg-type]
+    _compare(names, as_json=as_json, **options)
 
 
 def _compare(
-    method: str,
-    start: Path | None,
-    preset: str | None,
-    model: str | None,
+    names: tuple[str, ...],
+    *,
+    as_json: bool,
     macs: str,
-    setting: str | None,
     seeds: str,
-    published: bool,
-    teachers: tuple[Path, ...],
-    teacher_preset: str | None,
-    methods: str | None,
+    model: str | None,
+    out: Path | None,
     jobs: int,
     ray: str | None,
     latency_images: int,
-    out: Path | None,
-    overrides: tuple[str, ...],
-    network: str | None,
-    as_json: bool,
+    **options: Any,
 ) -> None:
     from deepmoe.compare import METHODS, method_named
     from deepmoe.comparison import open_comparison, run_comparison
 
-    if method != ALL and methods is not None:
-        raise UserError("--methods goes with compare all")
-    chosen = METHODS if method == ALL else (method_named(method),)
-    if methods is not None:
-        chosen = tuple(method_named(name) for name in methods.split(","))
+    chosen = METHODS if names == (ALL,) else tuple(map(method_named, dict.fromkeys(names)))
     asked = open_comparison(
         chosen,
         shares=parse_numbers("--macs", macs, float),
-        start=start,
-        preset=preset,
         seeds=parse_numbers("--seeds", seeds, int),
-        setting=setting,
-        published=published,
-        teachers=teachers,
-        teacher_preset=teacher_preset,
-        overrides=overrides,
-        network=network,
+        **options,
     )
     name = asked.base.model.name
     if model not in (None, name):
         raise UserError(f"the network is {name}, not {model}")
     folder = out or Path("runs", f"compare_{name.replace(':', '_').replace('/', '_')}")
-    command = _typed(method, preset, macs, seeds, setting, published, teacher_preset, overrides)
+    command = _typed(names, macs, seeds, **options)
     found = run_comparison(
         asked, folder, command=command, jobs=jobs, ray=ray, latency_images=latency_images
     )
-    _write(found, folder, command, asked.seeds[0])
-    _print(found, folder, as_json)
+    table = folder / f"{ALL if names == (ALL,) else '_'.join(m.name for m in chosen)}.json"
+    _write(found, table, command, asked.seeds[0])
+    _print(found, table, as_json)
 
 
 def _typed(
-    method: str,
-    preset: str | None,
+    names: tuple[str, ...],
     macs: str,
     seeds: str,
+    *,
+    preset: str | None,
     setting: str | None,
     published: bool,
+    teachers: tuple[Path, ...],
     teacher_preset: str | None,
     overrides: tuple[str, ...],
+    **_: Any,
 ) -> str:
     """The command, but for places on this machine."""
-    begin = "--start CHECKPOINT" if preset is None else f"--preset {Path(preset).name}"
-    cost = f"--macs {macs}" if setting is None else f"--setting {setting}"
-    taught = "" if teacher_preset is None else f" --teacher-preset {Path(teacher_preset).name}"
-    more = f"{' --published' * published}{taught}{as_typed(overrides)}"
-    return f"deepmoe compare {method} {begin} {cost} --seeds {seeds}{more}"
+    parts = [
+        "--start CHECKPOINT" if preset is None else f"--preset {Path(preset).name}",
+        f"--macs {macs}" if setting is None else f"--setting {setting}",
+        f"--seeds {seeds}",
+        *["--published"] * published,
+        *["--teacher CHECKPOINT"] * len(teachers),
+        *([] if teacher_preset is None else [f"--teacher-preset {Path(teacher_preset).name}"]),
+    ]
+    return f"deepmoe compare {' '.join((*names, *parts))}{as_typed(overrides)}"
 
 
-def _write(found: "Comparison", folder: Path, command: str, seed: int) -> None:
+def _write(found: "Comparison", table: Path, command: str, seed: int) -> None:
     """Table and plot, beside the runs."""
     import io
 
@@ -151,39 +140,37 @@ def _write(found: "Comparison", folder: Path, command: str, seed: int) -> None:
 
     if not found.table:
         return
-    write_result(
-        folder / TABLE_NAME,
-        found.table,
-        command=command,
-        seed=seed,
-        device=choose_device("auto"),
-    )
+    device = choose_device("auto")
+    write_result(table, found.table, command=command, seed=seed, device=device)
     drawn = io.BytesIO()
     comparison_plot(found.table).savefig(drawn, format="png", dpi=150)
-    write_atomically(folder / PLOT_NAME, drawn.getvalue())
+    write_atomically(table.with_suffix(".png"), drawn.getvalue())
 
 
-def _print(found: "Comparison", folder: Path, as_json: bool) -> None:
+def _print(found: "Comparison", table: Path, as_json: bool) -> None:
     from deepmoe.comparison.table import HEADER, table_cells
 
     if as_json:
         say(json.dumps(found.table, indent=2))
     else:
         print_table(HEADER, table_cells(found.table))
-        if len(found.checkpoints) == 1:
-            checkpoint = next(iter(found.checkpoints.values()))
-            say(f"checkpoint: {checkpoint}")
-            say(f"next: deepmoe predict {checkpoint} IMAGE")
-        else:
-            say(f"table: {folder / TABLE_NAME}; plot: {folder / PLOT_NAME}")
+        for name, checkpoint in found.checkpoints.items():
+            say(f"{name}: {checkpoint}")
+        say(f"table: {table}; plot: {table.with_suffix('.png')}")
+        if found.checkpoints:
+            say(f"next: deepmoe predict {next(iter(found.checkpoints.values()))} IMAGE")
     if not found.complete:
         raise UserError("some runs have no result; their logs tell why")
 
 
-def _print_methods() -> None:
+def _print_methods(as_json: bool) -> None:
     from deepmoe.compare import METHODS
 
+    header = ("name", "method", "published by", "chooses channels for")
     rows = [
         (m.name, m.title, m.source, "each image" if m.dynamic else "all images") for m in METHODS
     ]
-    print_table(("name", "method", "published by", "chooses for"), rows)
+    if as_json:
+        say(json.dumps([dict(zip(header, row, strict=True)) for row in rows], indent=2))
+    else:
+        print_table(header, rows)

@@ -2,13 +2,14 @@
 
 from deepmoe.compare.method import Cell, Method, Step
 from deepmoe.compare.methods import METHODS, SELECTORS, method_named
-from deepmoe.compare.task import Choice, PruningTask, Select
+from deepmoe.compare.task import Choice, Epochs, PruningTask, Select
 
 __all__ = [
     "METHODS",
     "SELECTORS",
     "Cell",
     "Choice",
+    "Epochs",
     "Method",
     "PruningTask",
     "Select",

@@ -78,6 +78,7 @@ class Method:
         published: settings of the schedule that its authors retrain with, where it is known.
         fits_exits: whether exits are fitted to the last run, for the cost.
         one_cost: whether it has the same cost at every budget, as the dense network has.
+        streams: whether it prunes residual streams, too.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Method:
     published: Mapping[str, Any] = field(default_factory=dict)
     fits_exits: bool = False
     one_cost: bool = False
+    streams: bool = False
 
 
 def pruned(
@@ -99,13 +101,14 @@ def pruned(
     *,
     tilt: float = 0.0,
     published: Mapping[str, Any] | None = None,
+    streams: bool = False,
 ) -> Method:
     """A method that removes channels of the trained network, which is then retrained."""
 
     def plan(cell: Cell) -> list[Step]:
         return [Step(cell.name, pruned_config(cell, by, tilt=tilt))]
 
-    return Method(by, title, source, plan, select, published=published or {})
+    return Method(by, title, source, plan, select, published=published or {}, streams=streams)
 
 
 def pruned_config(

@@ -3,14 +3,13 @@
 import torch
 
 from deepmoe.compare.method import Cell, Step
+from deepmoe.compare.methods import method_named
 from deepmoe.compare.widths import even_widths
 from deepmoe.config import RunConfig
 from deepmoe.costs import cost_matrix, count_costs, dense_macs, macs_of_counts
 from deepmoe.errors import UserError
 from deepmoe.registry import model_from_config
 from deepmoe.sources import is_source
-
-WITH_STREAMS = ("taylor", "strength")  # these prune residual streams, too
 
 
 def check_reach(cell: Cell, step: Step) -> None:
@@ -23,7 +22,7 @@ def check_reach(cell: Cell, step: Step) -> None:
     if train.prune is not None:
         gating = cell.prunable()
         streams = [gating.graph.groups[number].is_stream for number in gating.gated]
-        fixed = [False] * len(streams) if train.prune_by in WITH_STREAMS else streams
+        fixed = [False] * len(streams) if method_named(train.prune_by).streams else streams
         even_widths(gating, cell.size, train.prune, fixed)
     if train.target_macs is not None:
         _check_gates(cell, step.config, train.target_macs)

@@ -70,12 +70,17 @@ def with_exits(cell: Cell) -> list[Step]:
 TILT = 0.5  # as `train.prune_tilt` by default
 SPLIT = "split(0.7)"
 REFERENCES = (
-    Method("dense", "dense", "the network itself", dense, one_cost=True),
+    Method("dense", "dense, trained on", "the network itself", dense, one_cost=True),
     Method("thin", "thin, from scratch, equal epochs", "Liu et al. 2019", thin),
     Method("thin-long", "thin, from scratch, equal compute", "Liu et al. 2019", thin_long),
     Method("gates", "DeepMoE, ReLU gates", "Wang et al. 2019", gates, dynamic=True),
-    Method("ours", "ours, without exits", "this package", ours),
+    Method("ours", "Taylor, uneven widths (ours)", "this package", ours),
     Method(
-        "ours-exits", "ours, with exits", "this package", with_exits, dynamic=True, fits_exits=True
+        "ours-exits",
+        "the same with exits (ours)",
+        "this package",
+        with_exits,
+        dynamic=True,
+        fits_exits=True,
     ),
 )

@@ -13,4 +13,4 @@ def select(task: PruningTask) -> Choice:
     return keep_strongest(scores, widths)
 
 
-METHOD = pruned("strength", "weights that read a channel", "this package", select)
+METHOD = pruned("strength", "weights that read a channel", "this package", select, streams=True)

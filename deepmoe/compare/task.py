@@ -1,17 +1,26 @@
 """What every static method is asked, and what it answers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from deepmoe.compare.widths import Widths, even_widths, strongest, widths_by_threshold
 from deepmoe.costs import Size
-from deepmoe.data import Loader
+from deepmoe.data import Batch
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, Group, have_norms, norm_scales
 from deepmoe.model import DeepMoE
+
+
+@runtime_checkable
+class Epochs(Protocol):
+    """Labelled training images; a `Loader` is one."""
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        """The batches of a training epoch."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class PruningTask:
     gating: Gating
     size: Size
     share: float
-    loader: Loader
+    loader: Epochs
     widths: Widths | None = None
     tilt: float = 0.0
     factors: tuple[Tensor, ...] | None = None

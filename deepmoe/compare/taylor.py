@@ -21,4 +21,4 @@ def select(task: PruningTask) -> Choice:
     return keep_strongest(scores, widths)
 
 
-METHOD = pruned("taylor", "Taylor importance", "Molchanov et al. 2017", select)
+METHOD = pruned("taylor", "Taylor importance", "Molchanov et al. 2017", select, streams=True)

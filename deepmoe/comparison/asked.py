@@ -58,7 +58,7 @@ class Asked:
         if any(method.fits_exits for method in self.methods) and not self.base.data.holdout:
             raise UserError(
                 "exits are fitted on training images that were held out: set data.holdout, such as "
-                "2000, for the start, too; or leave ours-exits out by --methods"
+                "2000, for the start, too; or name other methods than ours-exits"
             )
 
 
@@ -85,7 +85,9 @@ class Row:
 
     @property
     def epochs(self) -> int:
-        """Of all its runs: some methods train before they prune."""
+        """Since the start, of all its runs: some methods train before they prune."""
+        if self.method.name == START:
+            return 0
         return sum(step.config.train.total_epochs for step in self.steps)
 
 
@@ -111,6 +113,12 @@ def rows_of(asked: Asked) -> list[Row]:
                     check_reach(cell, step)
                 rows.append(Row(method, share, published, steps))
     return rows
+
+
+def start_row(asked: Asked) -> Row:
+    """The network that all methods start from, as it is: it stands above every table."""
+    step = Step(START, asked.start or asked.base)
+    return Row(START_METHOD, 1.0, False, (step,))
 
 
 def comparison_grid(asked: Asked, rows: Sequence[Row], jobs: int) -> Grid:
@@ -154,4 +162,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:g}"
 
 
+START_METHOD = Method(
+    START, "dense: the start itself", "the network itself", lambda cell: [], one_cost=True
+)
 DISTILLATION = 0.9  # share of the loss that compares with teachers, if nothing else is said

@@ -9,7 +9,6 @@ from typing import Any
 from deepmoe.bench.latency import Latency, bench_latency
 from deepmoe.checkpoint import (
     Checkpoint,
-    CheckpointStore,
     load_checkpoint,
     read_network,
     save_checkpoint,
@@ -64,22 +63,21 @@ class Measured:
         return {**dataclasses.asdict(self), "macs_share": self.macs_share}
 
 
-def measure_run(row: Row, seed: int, out: Path, data: DataConfig) -> Measured:
+def measure_run(row: Row, checkpoint: Path, out: Path, data: DataConfig) -> Measured:
     """Measures what a run has left; once, as long as its checkpoint does not change.
 
     Args:
         row: of the comparison.
-        seed: of the run.
-        out: folder of all runs.
+        checkpoint: the last of its run.
+        out: folder of all runs; a checkpoint elsewhere is measured each time.
         data: where images are; held-out ones are used to fit exits, and the test set to measure.
     """
-    folder = out / run_name(row.name, seed)
-    checkpoint, kept = CheckpointStore(folder, keep=0).last, folder / MEASURED_NAME
+    kept = checkpoint.with_name(MEASURED_NAME)
     if kept.exists() and kept.stat().st_mtime_ns > checkpoint.stat().st_mtime_ns:
         return _read(kept)
     loaded = _loaded(checkpoint)
     if row.method.fits_exits:
-        loaded = _with_exits(loaded, row.share, folder / EXITS_NAME, data)
+        loaded = _with_exits(loaded, row.share, checkpoint.with_name(EXITS_NAME), data)
     device = choose_device(loaded.config.train.device)
     test = open_data(
         dataclasses.replace(data, holdout=0), batch_size=1, device=device, info=loaded.info
@@ -92,11 +90,12 @@ def measure_run(row: Row, seed: int, out: Path, data: DataConfig) -> Measured:
         macs=result.macs,
         dense_macs=result.dense_macs,
         parameters=costs.params + costs.embedding_params + costs.gate_params,
-        prune_seconds=_prune_seconds(row, seed, out),
+        prune_seconds=_prune_seconds(row, loaded.config.train.seed, out),
         exited=result.exited,
         evaluated_on=test.evaluation_name,
     )
-    write_atomically(kept, json.dumps(dataclasses.asdict(measured), indent=2).encode())
+    if checkpoint.parent.parent.resolve() == out.resolve():
+        write_atomically(kept, json.dumps(dataclasses.asdict(measured), indent=2).encode())
     return measured
 
 

@@ -33,12 +33,12 @@ def open_comparison(
     methods: Sequence[Method],
     *,
     shares: Sequence[float],
-    start: Path | None = None,
+    start: str | Path | None = None,
     preset: str | None = None,
     seeds: Sequence[int] = (0,),
     setting: str | None = None,
     published: bool = False,
-    teachers: Sequence[Path] = (),
+    teachers: Sequence[str | Path] = (),
     teacher_preset: str | None = None,
     overrides: Sequence[str] = (),
     network: str | None = None,
@@ -63,15 +63,16 @@ def open_comparison(
     """
     if (start is None) == (preset is None):
         raise UserError(
-            "give --start, the checkpoint of a trained dense network, or --preset, how to train one"
+            "give --start, the checkpoint of a trained dense network, or --preset, how to train "
+            "one, and not both"
         )
     if teachers and teacher_preset is not None:
         raise UserError("give --teacher or --teacher-preset, not both")
-    taught = _teacher_settings(teachers)
+    taught = _teacher_settings([Path(path) for path in teachers])
     begin: RunConfig | None = None
     if start is not None:
-        base, info = _from_checkpoint(start, network, overrides)
-        base = changed(base, {"train.start": str(start.resolve()), **taught})
+        base, info = _from_checkpoint(Path(start), network, overrides)
+        base = changed(base, {"train.start": str(Path(start).resolve()), **taught})
     else:
         assert preset is not None
         begin = _ungated(load_config(preset, overrides))
@@ -122,8 +123,9 @@ def _ungated(config: RunConfig) -> RunConfig:
     config = dataclasses.replace(config, heads=HeadsConfig())
     if config.embedding.form == "network":  # what is left of another run's start
         config = dataclasses.replace(config, embedding=EmbeddingConfig())
-    epochs = config.train.epochs or config.train.finetune_epochs
-    return changed(config, {**plain, "train.epochs": epochs})
+    # Without gates there is nothing to freeze: both stages are one.
+    one_stage = {"train.epochs": config.train.total_epochs, "train.finetune_epochs": 0}
+    return changed(config, {**plain, **one_stage})
 
 
 def _info(config: RunConfig, known: DataInfo | None) -> DataInfo:

@@ -7,11 +7,19 @@ from typing import Any
 
 from deepmoe.bench.latency import Latency
 from deepmoe.checkpoint import read_progress
-from deepmoe.comparison.asked import START, Asked, Row, comparison_grid, rows_of
+from deepmoe.comparison.asked import (
+    START,
+    Asked,
+    Row,
+    comparison_grid,
+    rows_of,
+    start_row,
+)
 from deepmoe.comparison.measure import EXITS_NAME, Measured, measure_latency, measure_run
 from deepmoe.comparison.table import comparison_table
 from deepmoe.console import complain
-from deepmoe.sweep import RESULTS_NAME, Grid, sweep
+from deepmoe.errors import UserError
+from deepmoe.sweep import RESULTS_NAME, Grid, read_results, sweep
 from deepmoe.sweep.grid import run_name
 from deepmoe.sweep.steps import last_checkpoint, resolved
 from deepmoe.training import fit
@@ -34,7 +42,7 @@ class Comparison:
 
 def run_comparison(
     asked: Asked,
-    out: Path,
+    out: str | Path,
     *,
     command: str,
     jobs: int = 1,
@@ -51,19 +59,33 @@ def run_comparison(
         ray: address of a Ray cluster that trains them, in place of this machine.
         latency_images: test images to time on the CPU, one at a time; 0 for none.
     """
-    rows = rows_of(asked)
+    rows, out = rows_of(asked), Path(out)
     grid = comparison_grid(asked, rows, jobs)
+    _check_settings(grid, out)
     if len(rows) * len(asked.seeds) == 1 and ray is None and asked.teacher is None:
         _train_here(grid, out)
         complete = True
     else:
         complete = sweep(grid, out, out / RESULTS_NAME, command=command, jobs=jobs, ray=ray)
+    rows = [start_row(asked), *rows]
     measured = {row.name: _measured(row, asked, out) for row in rows}
     latencies = _latencies(rows, asked, out, latency_images) if latency_images else {}
     checkpoints = {
-        row.name: _checkpoint(row, asked.seeds[0], out) for row in rows if measured[row.name]
+        row.name: _checkpoint(row, asked, asked.seeds[0], out)
+        for row in rows[1:]
+        if measured[row.name]
     }
     return Comparison(comparison_table(rows, measured, latencies), checkpoints, complete)
+
+
+def _check_settings(grid: Grid, out: Path) -> None:
+    """Refuses a folder that holds a comparison with other settings."""
+    done = read_results(out / RESULTS_NAME)
+    for run in grid.runs:
+        if run.name in done and not done[run.name].is_of(run):
+            raise UserError(
+                f"{out} holds a {run.name} that was trained with other settings: give another --out"
+            )
 
 
 def _train_here(grid: Grid, out: Path) -> None:
@@ -74,13 +96,19 @@ def _train_here(grid: Grid, out: Path) -> None:
 
 
 def _measured(row: Row, asked: Asked, out: Path) -> list[Measured]:
-    names = {seed: run_name(row.name, seed) for seed in asked.seeds}
-    ended = [seed for seed, name in names.items() if _is_finished(last_checkpoint(out, name))]
-    return [measure_run(row, seed, out, asked.base.data) for seed in ended]
+    paths = dict.fromkeys(_last_of(row, asked, seed, out) for seed in asked.seeds)
+    ended = [path for path in paths if _is_finished(path)]
+    return [measure_run(row, path, out, asked.base.data) for path in ended]
 
 
-def _checkpoint(row: Row, seed: int, out: Path) -> Path:
-    last = last_checkpoint(out, run_name(row.name, seed))
+def _last_of(row: Row, asked: Asked, seed: int, out: Path) -> Path:
+    """The last checkpoint of a row's run; all seeds may start from one that was given."""
+    given = asked.base.train.start if row.name == START else None
+    return last_checkpoint(out, run_name(row.name, seed)) if given is None else Path(given)
+
+
+def _checkpoint(row: Row, asked: Asked, seed: int, out: Path) -> Path:
+    last = _last_of(row, asked, seed, out)
     return last.with_name(EXITS_NAME) if row.method.fits_exits else last
 
 
@@ -93,12 +121,11 @@ def _is_finished(path: Path) -> bool:
 
 
 def _latencies(rows: Sequence[Row], asked: Asked, out: Path, images: int) -> dict[str, Latency]:
-    """Of each row's first seed, beside the network that all start from."""
-    seed, start = asked.seeds[0], asked.base.train.start
-    dense = last_checkpoint(out, run_name(START, seed)) if start is None else Path(start)
-    found = {}
-    for row in rows:
-        checkpoint = _checkpoint(row, seed, out)
+    """Of each row's first seed, beside the first row's: the network that all start from."""
+    seed, found = asked.seeds[0], {}
+    dense = _checkpoint(rows[0], asked, seed, out)
+    for row in rows[1:]:
+        checkpoint = _checkpoint(row, asked, seed, out)
         if checkpoint.exists() and _is_finished(checkpoint):
             complain(f"{row.name}: timing")
             found[row.name] = measure_latency(checkpoint, dense, asked.base.data, images)

@@ -11,6 +11,7 @@ from deepmoe.costs import format_macs
 
 HEADER = (
     "method",
+    "chooses for",
     "schedule",
     "epochs",
     "of dense MACs",
@@ -79,7 +80,8 @@ def table_cells(table: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     return [
         (
             line["title"],
-            "published" if line["published"] else "ours",
+            "each image" if line["dynamic"] else "all images",
+            "authors'" if line["published"] else "common",
             str(line["epochs"]),
             f"{line['macs_share']:.1%}",
             _with_spread(line["accuracy"], line["accuracy_deviation"]),

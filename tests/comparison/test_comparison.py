@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from deepmoe.checkpoint import load_checkpoint
 from deepmoe.cli import main
 from deepmoe.compare import method_named
-from deepmoe.comparison import comparison_grid, open_comparison, rows_of
+from deepmoe.comparison import comparison_grid, open_comparison, rows_of, run_comparison
 from deepmoe.config import config_to_toml
 from deepmoe.costs import count_costs
 from deepmoe.deploy import ExitingNetwork
@@ -25,6 +25,9 @@ SETTINGS = (
     "train.finetune_epochs=0",
     "data.holdout=300",
 )
+
+
+METHODS = ("slimming", "ours-exits", "dense")
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +45,29 @@ def run(*arguments: object) -> Result:
 def compared(preset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a comparison of three methods, at one cost."""
     out = tmp_path_factory.mktemp("compared")
-    methods = "slimming,ours-exits,dense"
-    options = ("--methods", methods, "--macs", "0.6", "--out", out, "--latency-images", 3)
-    result = run("all", "--preset", preset, *options)
+    options = ("--macs", "0.6", "--out", out, "--latency-images", 3)
+    result = run(*METHODS, "--preset", preset, *options)
     assert result.exit_code == 0, result.output
     return out
 
 
 def test_the_table_holds_every_method_with_its_figures(compared: Path) -> None:
-    result = json.loads((compared / "table.json").read_text())
+    result = json.loads((compared / "slimming_ours-exits_dense.json").read_text())
     rows = {line["method"]: line for line in result["values"]}
-    assert list(rows) == ["slimming", "ours-exits", "dense"]
-    assert result["command"].startswith("deepmoe compare all --preset tiny.toml --macs 0.6")
+    assert list(rows) == ["start", "slimming", "ours-exits", "dense"]
+    named = "deepmoe compare slimming ours-exits dense --preset tiny.toml --macs 0.6 --seeds 0"
+    assert result["command"] == named
     assert str(compared) not in result["command"]
-    assert rows["dense"]["macs_share"] == 1
+    assert rows["start"]["macs_share"] == rows["dense"]["macs_share"] == 1
+    assert [rows[name]["epochs"] for name in rows] == [0, 2, 1, 1]  # slimming trains before, too
     assert 0.5 < rows["slimming"]["macs_share"] <= 0.6
     assert rows["ours-exits"]["exited"] is not None
     for line in rows.values():
         assert line["evaluated_on"] == "test" and line["seeds"] == 1
-        assert line["latency_ratio"] > 0 and line["latency_images"] == 3
+        assert line["method"] == "start" or line["latency_ratio"] > 0
     # Training under the penalty is part of what slimming takes.
     assert rows["slimming"]["prune_seconds"] > 0 and rows["dense"]["prune_seconds"] is None
-    assert (compared / "table.png").stat().st_size
+    assert (compared / "slimming_ours-exits_dense.png").stat().st_size
 
 
 def test_what_a_method_leaves_is_a_small_network_that_all_verbs_take(compared: Path) -> None:
@@ -88,8 +92,8 @@ def test_what_a_method_leaves_is_a_small_network_that_all_verbs_take(compared: P
 def test_what_is_there_is_not_trained_again(compared: Path, preset: Path) -> None:
     files = sorted(compared.glob("*/*.safetensors"))
     before = {path: path.stat().st_mtime_ns for path in files}
-    options = ("--methods", "slimming,ours-exits,dense", "--macs", "0.6", "--out", compared)
-    result = run("all", "--preset", preset, *options, "--latency-images", 0, "--json")
+    options = ("--macs", "0.6", "--out", compared, "--latency-images", 0, "--json")
+    result = run(*METHODS, "--preset", preset, *options)
     assert result.exit_code == 0, result.output
     assert {path: path.stat().st_mtime_ns for path in files} == before
     assert {line["latency_ratio"] for line in json.loads(result.stdout)} == {None}
@@ -157,7 +161,7 @@ def test_teachers_are_trained_first(preset: Path) -> None:
         (("li", "--preset", "PRESET", "--model", "vgg16"), "the network is resnet20, not vgg16"),
         (("li", "--preset", "PRESET", "--setting", "vgg16-a"), "a setting of vgg16, not of"),
         (("he", "--preset", "PRESET", "--setting", "vgg16-a"), "it is for li and li-greedy"),
-        (("li", "--preset", "PRESET", "--methods", "he"), "--methods goes with compare all"),
+        (("li", "--preset", "PRESET", "--start", "START"), "and not both"),
         (("li", "--start", "GATED"), "methods start from a dense network"),
         (("li", "--start", "SMALL"), "pruned already: methods start from the whole network"),
         (("li", "--start", "START", "--set", "model.wide=2"), "model... can't change it"),
@@ -185,6 +189,22 @@ def test_mistakes_are_told_in_one_sentence_before_any_work(
     assert not list(tmp_path.glob("out/*/last.safetensors"))
 
 
+def test_a_folder_of_other_settings_is_refused(compared: Path, preset: Path) -> None:
+    options = ("--macs", "0.6", "--out", compared, "--set", "train.epochs=2")
+    result = run(*METHODS, "--preset", preset, *options)
+    assert result.exit_code == 2
+    assert "was trained with other settings: give another --out" in result.stderr
+
+
+def test_python_takes_names_of_files(compared: Path, tmp_path: Path) -> None:
+    start = str(compared / "start-seed0" / "last.safetensors")
+    asked = open_comparison([method_named("li")], shares=[0.7], start=start)
+    found = run_comparison(asked, str(tmp_path), command="mine")
+    assert found.complete and [line["method"] for line in found.table] == ["start", "li"]
+    assert found.checkpoints["li-70"].exists()
+
+
 def test_methods_are_listed() -> None:
-    result = run("list")
-    assert result.exit_code == 0 and "Huang and Wang 2018" in result.stdout
+    assert "Huang and Wang 2018" in run("list").stdout
+    listed = json.loads(run("list", "--json").stdout)
+    assert {"name", "method", "published by", "chooses channels for"} == set(listed[0])
