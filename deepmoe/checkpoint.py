@@ -257,6 +257,11 @@ def read_model(path: str | Path) -> ModelConfig:
     return _File(Path(path)).parse(used=True)[0].model
 
 
+def read_checksum(path: str | Path) -> str:
+    """What tells a checkpoint from all others; those of the first format have none."""
+    return _File(Path(path)).header.get("checksum", "")
+
+
 def read_progress(path: str | Path) -> tuple[RunConfig, TrainState]:
     """What a checkpoint is of, and how far it is, without its weights.
 

@@ -332,7 +332,7 @@ class RunConfig:
                     f'heads.kind = "{kind}" makes gates of features, without an embedding: it does '
                     f"not go with {key}"
                 )
-        if kind == "rnp" and self.train.epochs == 1 and self.train.start is None:
+        if kind == "rnp" and self.train.epochs == 1:
             raise UserError(
                 'heads.kind = "rnp" trains agent and network in turn: set train.epochs to 2 or more'
             )

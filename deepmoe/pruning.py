@@ -97,10 +97,7 @@ def prune(
     if model.unpruned is not None:
         raise UserError("this network is pruned already: prune the one that it was made of")
     gating = prunable(model.gating.graph)
-    if (share is None) == (widths is None):
-        raise UserError("pruning takes a share of the MACs, or widths, and not both")
-    if widths is not None:
-        check_kept(widths, gating)
+    _check_arguments(gating, share, tilt, widths, factors)
     task = PruningTask(
         model,
         gating,
@@ -129,6 +126,26 @@ def prune(
     return small
 
 
+def _check_arguments(
+    gating: Gating,
+    share: float | None,
+    tilt: float,
+    widths: Sequence[int] | None,
+    factors: Sequence[Tensor] | None,
+) -> None:
+    if (share is None) == (widths is None):
+        raise UserError("pruning takes a share of the MACs, or widths, and not both")
+    for name, number in (("share", share), ("tilt", tilt)):
+        if number is not None and not (isinstance(number, int | float) and 0 <= number <= 1):
+            raise UserError(f"the {name} is a number from 0 to 1, not {number!r}")
+    if widths is not None:
+        check_kept(widths, gating)
+    if factors is not None and [len(part) for part in factors] != list(gating.widths):
+        raise UserError(f"factors are of groups of {list(gating.widths)} channels")
+    if factors is not None and not all(bool(part.isfinite().all()) for part in factors):
+        raise UserError("factors are finite numbers")
+
+
 class Batches:
     """Batches of a user's own, such as a torch `DataLoader`, as methods ask for them."""
 
@@ -137,4 +154,6 @@ class Batches:
 
     def epoch(self, number: int) -> Iterator[Batch]:
         """All batches, as they come."""
+        if not isinstance(self.batches, Iterable):
+            raise UserError("this method looks at training images: give batches of them")
         return iter(self.batches)

@@ -505,9 +505,8 @@ def test_on_a_gpu_its_steps_are_neither_compiled_nor_captured(
             teachers=teachers,
             optimizer=None,
             _loss=lambda _: DeepMoELoss(),
-            by_turns=False,
         )
-        return Trainer.prepare(trainer, SimpleNamespace(frozen=False))  # type: ignore[arg-type]
+        return Trainer.prepare(trainer, SimpleNamespace(frozen=False, by_turns=False))  # type: ignore[arg-type]
 
     made = step(plain, Teachers([mixed])) if taught else step(mixed, None)
     assert isinstance(made, EagerStep) and not compiled

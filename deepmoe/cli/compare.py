@@ -23,12 +23,7 @@ ALL, LIST = "all", "list"
 )
 @click.option("--preset", help="Or train it first, as this preset or .toml file says.")
 @click.option("--model", help="Fail unless the network is this one.")
-@click.option(
-    "--macs",
-    default="0.5",
-    show_default=True,
-    help="Share of the dense MACs to keep; several with commas.",
-)
+@click.option("--macs", help="Share of the dense MACs to keep, or several with commas. [0.5]")
 @click.option("--setting", help="With li: a network of the paper, such as vgg16-a, not --macs.")
 @click.option("--seeds", default="0", show_default=True, help="Seeds, with commas.")
 @click.option("--published", is_flag=True, help="Also retrain as each method's authors do.")
@@ -72,7 +67,7 @@ def _compare(
     names: tuple[str, ...],
     *,
     as_json: bool,
-    macs: str,
+    macs: str | None,
     seeds: str,
     model: str | None,
     out: Path | None,
@@ -84,6 +79,9 @@ def _compare(
     from deepmoe.compare import METHODS, method_named
     from deepmoe.comparison import open_comparison, run_comparison
 
+    if macs is not None and options["setting"] is not None:
+        raise UserError("--setting says how many channels stay: leave out --macs")
+    macs = macs or "0.5"
     chosen = METHODS if names == (ALL,) else tuple(map(method_named, dict.fromkeys(names)))
     asked = open_comparison(
         chosen,
@@ -97,7 +95,13 @@ def _compare(
     folder = out or Path("runs", f"compare_{name.replace(':', '_').replace('/', '_')}")
     command = _typed(names, macs, seeds, **options)
     found = run_comparison(
-        asked, folder, command=command, jobs=jobs, ray=ray, latency_images=latency_images
+        asked,
+        folder,
+        command=command,
+        jobs=jobs,
+        ray=ray,
+        latency_images=latency_images,
+        quiet=as_json,
     )
     table = folder / f"{ALL if names == (ALL,) else '_'.join(m.name for m in chosen)}.json"
     _write(found, table, command, asked.seeds[0])

@@ -29,6 +29,7 @@ class Cell:
         size: of its images.
         name: of the cell's last run.
         method: of the cell, for what its costs have in common.
+        start_epochs: that the start was trained for.
     """
 
     base: RunConfig
@@ -37,6 +38,7 @@ class Cell:
     size: tuple[int, int]
     name: str
     method: str
+    start_epochs: int
 
     def model(self) -> DeepMoE:
         """The network of the base, all channels of it, without weights where that can be."""

@@ -19,11 +19,12 @@ def check_reach(cell: Cell, step: Step) -> None:
         UserError: where even the fewest channels cost more.
     """
     train = step.config.train
-    if train.prune is not None:
-        gating = cell.prunable()
-        streams = [gating.graph.groups[number].is_stream for number in gating.gated]
-        fixed = [False] * len(streams) if method_named(train.prune_by).streams else streams
-        even_widths(gating, cell.size, train.prune, fixed)
+    for share in (train.prune, step.config.embedding.prune):
+        if share is not None:
+            gating = cell.prunable()
+            streams = [gating.graph.groups[number].is_stream for number in gating.gated]
+            fixed = [False] * len(streams) if method_named(train.prune_by).streams else streams
+            even_widths(gating, cell.size, share, fixed)
     if train.target_macs is not None:
         _check_gates(cell, step.config, train.target_macs)
 

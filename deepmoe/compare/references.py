@@ -4,9 +4,10 @@ import torch
 
 from deepmoe.compare.method import Cell, Method, Step, changed, pruned_config
 from deepmoe.compare.widths import Widths, even_widths
+from deepmoe.config import RunConfig
 from deepmoe.costs import cost_matrix, macs_of_counts
+from deepmoe.errors import UserError
 
-FROM_SCRATCH = {"train.start": None}
 FIRST, SECOND = 0.5, 1.5  # costs of the two stages of a cascade, in units of its mean cost
 
 
@@ -16,21 +17,23 @@ def dense(cell: Cell) -> list[Step]:
 
 
 def thin(cell: Cell) -> list[Step]:
-    """The shape that pruning leaves, from scratch: the same share of every group."""
-    return [Step(cell.name, changed(cell.base, {**FROM_SCRATCH, "model.kept": _thin(cell)[0]}))]
+    """The shape that pruning leaves, trained from scratch as long as the start was."""
+    kept, _ = _thin(cell)
+    return [Step(cell.name, changed(_from_scratch(cell, 1.0), {"model.kept": kept}))]
 
 
 def thin_long(cell: Cell) -> list[Step]:
-    """The same for as much compute as the dense network has: more epochs, since each is cheaper."""
+    """The same for as much compute as the start had: more epochs, since each is cheaper."""
     kept, share = _thin(cell)
-    train = cell.base.train
-    longer = {
-        "model.kept": kept,
-        "train.epochs": round(train.epochs / share),
-        "train.finetune_epochs": round(train.finetune_epochs / share),
-        "train.milestones": tuple(round(m / share) for m in train.milestones),
-    }
-    return [Step(cell.name, changed(cell.base, {**FROM_SCRATCH, **longer}))]
+    return [Step(cell.name, changed(_from_scratch(cell, share), {"model.kept": kept}))]
+
+
+def _from_scratch(cell: Cell, share: float) -> RunConfig:
+    """A run without a start, whose epochs cost a share of the dense network's."""
+    train, epochs = cell.base.train, round(cell.start_epochs / share)
+    stretched = tuple(round(m * epochs / train.epochs) for m in train.milestones)
+    settings = {"train.start": None, "train.epochs": epochs, "train.milestones": stretched}
+    return changed(cell.base, settings)
 
 
 def _thin(cell: Cell) -> tuple[Widths, float]:
@@ -45,7 +48,12 @@ def _thin(cell: Cell) -> tuple[Widths, float]:
 
 def gates(cell: Cell) -> list[Step]:
     """The paper's ReLU gates, under a budget."""
-    asked = {"model.gates": "inner", "train.target_macs": cell.share, "heads.init": SPLIT}
+    asked = {
+        "model.gates": "inner",
+        "heads.kind": "relu",
+        "heads.init": SPLIT,
+        "train.target_macs": cell.share,
+    }
     return [Step(cell.name, changed(cell.base, asked))]
 
 
@@ -56,6 +64,8 @@ def ours(cell: Cell) -> list[Step]:
 
 def with_exits(cell: Cell) -> list[Step]:
     """The same behind a narrow network that answers easy images; exits are fitted afterwards."""
+    if cell.share >= 1:
+        raise UserError("exits make a network cheaper: with ours-exits, --macs are below 1")
     cascade = {
         "train.prune": min(1.0, SECOND * cell.share),
         "model.exits": True,

@@ -10,11 +10,15 @@ from deepmoe.compare.method import Cell, Method, Step, changed
 
 def plan(cell: Cell) -> list[Step]:
     """One run: the trained network and its agent."""
+    train = cell.base.train
     gated = {
         "model.gates": "inner",
         "heads.kind": "rnp",
         "heads.lr_scale": RATE,
         "train.target_macs": cell.share,
+        # Every other epoch is the agent's: the network is to learn as long as others do.
+        "train.epochs": 2 * train.epochs,
+        "train.milestones": tuple(2 * milestone for milestone in train.milestones),
     }
     return [Step(cell.name, changed(cell.base, gated))]
 

@@ -22,7 +22,7 @@ def select(task: PruningTask) -> Choice:
 def plan(cell: Cell) -> list[Step]:
     """Training under the penalty, once for all costs; then pruning, and retraining."""
     cell.check_norms()
-    residual = cell.base.model.name.startswith("resnet")
+    residual = any(group.is_stream for group in cell.model().gating.graph.groups)
     penalty = {"loss.norm_sparsity": RESIDUAL_PENALTY if residual else PENALTY}
     before = Step(f"{cell.method}_trained", changed(cell.base, penalty))
     after = pruned_config(cell, "slimming", {"train.start": ANOTHER_RUN + before.name})

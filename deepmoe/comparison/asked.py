@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from deepmoe.compare import Cell, Method, Step
 from deepmoe.compare.method import changed
 from deepmoe.compare.reach import check_reach
 from deepmoe.config import RunConfig
 from deepmoe.errors import UserError
-from deepmoe.sweep.grid import ANOTHER_RUN, LESSONS, Grid, Run, make_grid
+from deepmoe.sweep.grid import ANOTHER_RUN, Grid, Run, make_grid
 
 START, TEACHER = "start", "teacher"  # names of the runs that come first, where they are trained
 PUBLISHED = "published"  # ends the name of a row with the method's own schedule
@@ -37,6 +37,8 @@ class Asked:
         teacher: how teachers are trained; `None` where `base.train.teacher` names some, or none.
         widths: channels that are left of each group, instead of shares.
         setting: what these are called.
+        start_epochs: that the start was trained for.
+        teacher_checkpoints: that are learnt from, where they are given.
     """
 
     base: RunConfig
@@ -50,6 +52,8 @@ class Asked:
     teacher: RunConfig | None = None
     widths: tuple[int, ...] | None = None
     setting: str | None = None
+    start_epochs: int = 1
+    teacher_checkpoints: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         for share in self.shares:
@@ -107,7 +111,15 @@ def rows_of(asked: Asked) -> list[Row]:
             for share in shares:
                 cost = asked.setting or _percent(share)
                 name = label if method.one_cost else f"{label}-{cost}"
-                cell = Cell(changed(base, schedule), share, asked.classes, asked.size, name, label)
+                cell = Cell(
+                    changed(base, schedule),
+                    share,
+                    asked.classes,
+                    asked.size,
+                    name,
+                    label,
+                    asked.start_epochs,
+                )
                 steps = tuple(_with_widths(method.plan(cell), asked.widths))
                 for step in steps:
                     check_reach(cell, step)
@@ -138,14 +150,8 @@ def comparison_grid(asked: Asked, rows: Sequence[Row], jobs: int) -> Grid:
 
 
 def _with_needs(asked: Asked) -> RunConfig:
-    """The configuration of all methods, that starts and learns from runs of the same grid."""
-    needs: dict[str, Any] = {}
-    if asked.start is not None:
-        needs["train.start"] = ANOTHER_RUN + START
-    if asked.teacher is not None:
-        needs["train.teacher"] = LESSONS + TEACHER
-        needs["loss.distillation"] = asked.base.loss.distillation or DISTILLATION
-    return changed(asked.base, {"model.gates": "none", "model.exits": False, **needs})
+    """The configuration of all methods, which may start from a run of the same grid."""
+    return changed(asked.base, {"train.start": ANOTHER_RUN + START} if asked.start else {})
 
 
 def _with_widths(steps: list[Step], widths: tuple[int, ...] | None) -> list[Step]:
@@ -159,10 +165,9 @@ def _with_widths(steps: list[Step], widths: tuple[int, ...] | None) -> list[Step
 
 def _percent(share: float) -> str:
     """A share as part of a run's name."""
-    return f"{100 * share:g}"
+    return f"{100 * share:.10g}"
 
 
 START_METHOD = Method(
     START, "dense: the start itself", "the network itself", lambda cell: [], one_cost=True
 )
-DISTILLATION = 0.9  # share of the loss that compares with teachers, if nothing else is said

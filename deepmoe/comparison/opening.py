@@ -9,7 +9,7 @@ from deepmoe.checkpoint import load_checkpoint
 from deepmoe.compare import Method
 from deepmoe.compare.li import published_widths
 from deepmoe.compare.method import changed
-from deepmoe.comparison.asked import DISTILLATION, NO_TEACHER, Asked
+from deepmoe.comparison.asked import NO_TEACHER, TEACHER, Asked
 from deepmoe.config import (
     EmbeddingConfig,
     HeadsConfig,
@@ -23,10 +23,19 @@ from deepmoe.data import DataInfo, open_data
 from deepmoe.errors import UserError
 from deepmoe.graph import prunable
 from deepmoe.registry import model_from_config
+from deepmoe.sweep.grid import LESSONS
 
+DISTILLATION = 0.9  # share of the loss that compares with teachers, if nothing else is said
 # What a network's own training leaves to the methods: which channels run, and what is learnt from.
 _OF_TRAINING = ("start", "prune", "prune_widths", "prune_by", "prune_tilt", "target_macs", "codes")
 _OF_LOSS = ("sparsity", "norm_sparsity", "balance")
+_OWNED = {
+    *(f"train.{name}" for name in _OF_TRAINING),
+    *(f"loss.{name}" for name in _OF_LOSS),
+    *("train.teacher", "train.seed", "train.finetune_epochs"),
+    *("model.gates", "model.exits", "model.kept", "model.experts"),
+}
+_OWNED_TABLES = ("heads",)
 
 
 def open_comparison(
@@ -68,21 +77,26 @@ def open_comparison(
         )
     if teachers and teacher_preset is not None:
         raise UserError("give --teacher or --teacher-preset, not both")
-    taught = _teacher_settings([Path(path) for path in teachers])
-    begin: RunConfig | None = None
+    _check_overrides(overrides)
+    paths = [Path(path) for path in teachers]
+    taught = _teacher_settings(paths, teacher_preset)
+    begin, known = None, None
     if start is not None:
-        base, info = _from_checkpoint(Path(start), network, overrides)
-        base = changed(base, {"train.start": str(Path(start).resolve()), **taught})
+        own, known = _from_checkpoint(Path(start), network)
+        taught["train.start"] = str(Path(start).resolve())
     else:
         assert preset is not None
-        begin = _ungated(load_config(preset, overrides))
-        info = _info(begin, None)
-        base = changed(begin, taught)
+        own = _ungated(load_config(preset))
+    base = apply_overrides(changed(own, taught), overrides)
+    if start is None:
+        begin = changed(base, NO_TEACHER)
+    elif base.model != own.model:
+        raise UserError(f"the network is that of {start}: --set model... can't change it")
+    info = _info(base, known)
+    _check_teachers(paths, base, info)
     teacher = None
-    if teacher_preset is not None:
-        data = dataclasses.asdict(base.data)
-        same = {f"data.{name}": data[name] for name in ("name", "root", "holdout")}
-        teacher = changed(_ungated(load_config(teacher_preset)), same)
+    if teacher_preset is not None:  # of the same images, all of them settings of the data
+        teacher = dataclasses.replace(_ungated(load_config(teacher_preset)), data=base.data)
     if info.task != "classification":
         raise UserError("compare takes networks that classify images, not segmentation")
     return Asked(
@@ -97,21 +111,38 @@ def open_comparison(
         teacher=teacher,
         widths=None if setting is None else _widths(methods, setting, base, info),
         setting=setting,
+        start_epochs=own.train.epochs,
+        teacher_checkpoints=tuple(paths),
     )
 
 
-def _from_checkpoint(
-    path: Path, network: str | None, overrides: Sequence[str]
-) -> tuple[RunConfig, DataInfo]:
+def _check_overrides(overrides: Sequence[str]) -> None:
+    for item in overrides:
+        key = item.partition("=")[0].strip()
+        if key in _OWNED or any(key.startswith(f"{table}.") for table in _OWNED_TABLES):
+            raise UserError(f"{key} is up to the methods: --set can't change it here")
+
+
+def _check_teachers(paths: Sequence[Path], base: RunConfig, info: DataInfo) -> None:
+    """Refuses teachers of other classes, or that know images which are held out here."""
+    for path in paths:
+        loaded = load_checkpoint(path)
+        if loaded.info.class_names != info.class_names:
+            raise UserError(f"{path} tells other classes apart: its labels have other names")
+        if base.data.holdout and loaded.config.data.holdout != base.data.holdout:
+            raise UserError(
+                f"{path} has learnt from images that are held out here: it is to be trained with "
+                f"data.holdout={base.data.holdout}, too"
+            )
+
+
+def _from_checkpoint(path: Path, network: str | None) -> tuple[RunConfig, DataInfo]:
     loaded = load_checkpoint(path, network=network)
     if loaded.model.embedding is not None or loaded.model.gated:
         raise UserError(f"{path} is gated, or has an embedding: methods start from a dense network")
     if loaded.model.unpruned is not None:
         raise UserError(f"{path} is pruned already: methods start from the whole network")
-    config = apply_overrides(_ungated(loaded.config), overrides)
-    if config.model != _ungated(loaded.config).model:
-        raise UserError(f"the network is that of {path}: --set model... can't change it")
-    return config, _info(config, loaded.info)
+    return _ungated(loaded.config), loaded.info
 
 
 def _ungated(config: RunConfig) -> RunConfig:
@@ -133,14 +164,14 @@ def _info(config: RunConfig, known: DataInfo | None) -> DataInfo:
     return open_data(config.data, batch_size=config.train.batch_size, info=known).info
 
 
-def _teacher_settings(teachers: Sequence[Path]) -> dict[str, Any]:
+def _teacher_settings(teachers: Sequence[Path], preset: str | None) -> dict[str, Any]:
     missing = [path for path in teachers if not path.is_file()]
     if missing:
         raise UserError(f"no checkpoint at {missing[0]}")
-    if not teachers:
+    if not teachers and preset is None:
         return {}
-    paths = tuple(str(path.resolve()) for path in teachers)
-    return {"train.teacher": paths, "loss.distillation": DISTILLATION}
+    named = tuple(str(path.resolve()) for path in teachers) if teachers else LESSONS + TEACHER
+    return {"train.teacher": named, "loss.distillation": DISTILLATION}
 
 
 def _widths(

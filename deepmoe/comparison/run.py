@@ -1,12 +1,13 @@
 """A comparison from beginning to end: trains what is missing, measures, and fills the table."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepmoe.bench.latency import Latency
-from deepmoe.checkpoint import read_progress
+from deepmoe.checkpoint import read_checksum, read_progress
 from deepmoe.comparison.asked import (
     START,
     Asked,
@@ -19,10 +20,13 @@ from deepmoe.comparison.measure import EXITS_NAME, Measured, measure_latency, me
 from deepmoe.comparison.table import comparison_table
 from deepmoe.console import complain
 from deepmoe.errors import UserError
+from deepmoe.files import write_atomically
 from deepmoe.sweep import RESULTS_NAME, Grid, read_results, sweep
 from deepmoe.sweep.grid import run_name
 from deepmoe.sweep.steps import last_checkpoint, resolved
 from deepmoe.training import fit
+
+INPUTS_NAME = "inputs.json"  # what the runs of a folder start and learn from
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ def run_comparison(
     jobs: int = 1,
     ray: str | None = None,
     latency_images: int = 0,
+    quiet: bool = False,
 ) -> Comparison:
     """Trains all runs that are not finished, and measures what they have left.
 
@@ -58,17 +63,20 @@ def run_comparison(
         jobs: runs side by side.
         ray: address of a Ray cluster that trains them, in place of this machine.
         latency_images: test images to time on the CPU, one at a time; 0 for none.
+        quiet: show no progress.
     """
     rows, out = rows_of(asked), Path(out)
     grid = comparison_grid(asked, rows, jobs)
     _check_settings(grid, out)
+    _check_inputs(asked, out)
     if len(rows) * len(asked.seeds) == 1 and ray is None and asked.teacher is None:
-        _train_here(grid, out)
+        _train_here(grid, out, quiet)
         complete = True
     else:
         complete = sweep(grid, out, out / RESULTS_NAME, command=command, jobs=jobs, ray=ray)
     rows = [start_row(asked), *rows]
     measured = {row.name: _measured(row, asked, out) for row in rows}
+    complete = complete and all(measured.values())
     latencies = _latencies(rows, asked, out, latency_images) if latency_images else {}
     checkpoints = {
         row.name: _checkpoint(row, asked, asked.seeds[0], out)
@@ -88,17 +96,35 @@ def _check_settings(grid: Grid, out: Path) -> None:
             )
 
 
-def _train_here(grid: Grid, out: Path) -> None:
+def _check_inputs(asked: Asked, out: Path) -> None:
+    """Refuses a folder whose runs began with another start or teacher, whatever it is called."""
+    given = asked.base.train.start
+    inputs = {
+        "start": None if given is None else read_checksum(given),
+        "teachers": [read_checksum(path) for path in asked.teacher_checkpoints],
+    }
+    noted = out / INPUTS_NAME
+    if noted.exists() and json.loads(noted.read_text(encoding="utf-8")) != inputs:
+        raise UserError(f"{out} holds a comparison of another start or teacher: give another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(noted, json.dumps(inputs).encode())
+
+
+def _train_here(grid: Grid, out: Path, quiet: bool) -> None:
     """One run after the other, in this process, whose progress is shown."""
     for run in grid.in_order:
         complain(f"{run.name}:")
-        fit(resolved(run, out), out / run.name, resume=True)
+        fit(resolved(run, out), out / run.name, resume=True, quiet=quiet)
 
 
 def _measured(row: Row, asked: Asked, out: Path) -> list[Measured]:
     paths = dict.fromkeys(_last_of(row, asked, seed, out) for seed in asked.seeds)
     ended = [path for path in paths if _is_finished(path)]
-    return [measure_run(row, path, out, asked.base.data) for path in ended]
+    try:
+        return [measure_run(row, path, out, asked.base.data) for path in ended]
+    except UserError as error:  # such as exits that can't be fitted: other rows have theirs
+        complain(f"{row.name}: {error}")
+        return []
 
 
 def _last_of(row: Row, asked: Asked, seed: int, out: Path) -> Path:

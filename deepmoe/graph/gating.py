@@ -309,7 +309,8 @@ def with_kept(
 def check_kept(kept: Sequence[int], gating: Gating) -> None:
     """Refuses numbers of channels that can't be left of the groups that a gating covers."""
     fits = len(kept) == len(gating.widths) and all(
-        1 <= left <= width for left, width in zip(kept, gating.widths, strict=True)
+        isinstance(left, int) and 1 <= left <= width
+        for left, width in zip(kept, gating.widths, strict=True)
     )
     if not fits:
         raise UserError(

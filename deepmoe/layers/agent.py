@@ -32,6 +32,7 @@ class PruningAgent(FeatureHeads):
         penalty: reward of every group that an action runs beyond the first; negative.
     """
 
+    kind = "rnp"
     penalty: Tensor
     shift: Tensor
     epsilon: Tensor
@@ -109,7 +110,7 @@ class PruningAgent(FeatureHeads):
     @property
     def settings(self) -> dict[str, Any]:
         return {
-            "kind": "rnp",
+            "kind": self.kind,
             "groups": self.groups,
             "hidden": self.hidden,
             "penalty": self.first_penalty,

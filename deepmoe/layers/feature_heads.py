@@ -56,10 +56,14 @@ class Pass(ABC):
 class FeatureHeads(nn.Module, ABC):
     """What makes gates of features.
 
+    `kind` is what a configuration calls them.
+
     Args:
         inputs: channels that the first maker of each gated group reads.
         widths: gates of each gated group of channels.
     """
+
+    kind: str
 
     def __init__(self, inputs: Sequence[int], widths: Sequence[int]) -> None:
         super().__init__()
@@ -98,6 +102,7 @@ class FeatureBoosting(FeatureHeads):
         spread: of the weights at first, in units of He's initialisation.
     """
 
+    kind = "fbs"
     kept_L: Tensor
 
     def __init__(
@@ -157,7 +162,7 @@ class FeatureBoosting(FeatureHeads):
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"kind": "fbs", "share": self.share, "spread": self.spread}
+        return {"kind": self.kind, "share": self.share, "spread": self.spread}
 
 
 class BoostingPass(Pass):

@@ -38,8 +38,17 @@ def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> 
         UserError: where the checkpoint does not fit the model, or knows held-out images.
     """
     start = load_trained("train.start", path, model, info, config).model
-    if isinstance(start.heads, ScaleFactors) and config.train.prune_by != "sss":
-        raise UserError(f"{path} has scaling factors, which are for train.prune_by=sss alone")
+    pruned_by = config.train.prune_by if config.train.prunes else None
+    if isinstance(start.heads, ScaleFactors) and pruned_by != "sss":
+        raise UserError(
+            f"{path} has scaling factors, which only tell what to prune: set train.prune, and "
+            "train.prune_by=sss"
+        )
+    if start.on_the_way and not model.on_the_way:
+        raise UserError(
+            f"{path} has gates of features (fbs, rnp), which its network needs: it can't start a "
+            "network without"
+        )
     if isinstance(model, HardMoE):
         start_experts(model, start, path)
         return start

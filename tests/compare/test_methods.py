@@ -15,15 +15,25 @@ from deepmoe.errors import UserError
 from deepmoe.graph import prunable
 from deepmoe.layers.heads import kept_of
 from deepmoe.registry import create_model, model_from_config
+from deepmoe.training.schedules import stages
 
 BASE = load_config(
     "vgg16_cifar100_short",
-    ["model.gates=none", "train.start=start.safetensors", "loss.sparsity=0", "train.epochs=10"],
+    [
+        "model.gates=none",
+        "train.start=start.safetensors",
+        "loss.sparsity=0",
+        "train.epochs=10",
+        "train.finetune_epochs=0",
+    ],
 )
 
 
+START_EPOCHS = 12
+
+
 def cell(method: Method, share: float = 0.5, base: RunConfig = BASE) -> Cell:
-    return Cell(base, share, 100, (32, 32), f"{method.name}-50", method.name)
+    return Cell(base, share, 100, (32, 32), f"{method.name}-50", method.name, START_EPOCHS)
 
 
 def test_no_two_methods_have_one_name() -> None:
@@ -82,8 +92,8 @@ def test_thin_networks_cost_the_share_and_train_as_long_in_compute(share: float)
     model = model_from_config(step.config, 100)
     left = count_costs(model, 32).macs / dense_macs(model, 32)
     assert 0.97 * share < left <= share
-    assert step.config.train.start is None and step.config.train.epochs == 10
-    assert longer.config.train.epochs == round(10 / left)
+    assert step.config.train.start is None and step.config.train.epochs == START_EPOCHS
+    assert longer.config.train.epochs == round(START_EPOCHS / left)
     assert longer.config.model.kept == step.config.model.kept
 
 
@@ -131,6 +141,22 @@ def test_networks_without_batch_norm_are_told_before_anything_is_trained(
     base = dataclasses.replace(BASE, model=model)
     with pytest.raises(UserError, match="need batch norm behind every convolution, and one has"):
         method_named(name).plan(cell(method_named(name), 0.5, base))
+
+
+def test_the_network_under_an_agent_learns_as_long_as_others() -> None:
+    method = method_named("rnp")
+    (step,) = method.plan(cell(method))
+    turns = stages(step.config.train, by_turns=True)
+    own = sum(turn.end - turn.start for turn in turns if turn.frozen)  # while the agent is
+    assert own == BASE.train.epochs
+
+
+def test_slimming_penalises_residual_networks_less() -> None:
+    method = method_named("slimming")
+    first, _ = method.plan(cell(method))
+    residual = dataclasses.replace(BASE, model=dataclasses.replace(BASE.model, name="resnet20"))
+    other, _ = method.plan(cell(method, 0.5, residual))
+    assert first.config.loss.norm_sparsity == 10 * other.config.loss.norm_sparsity > 0
 
 
 def test_unknown_methods_get_a_suggestion() -> None:

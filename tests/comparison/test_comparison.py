@@ -1,5 +1,6 @@
 """The harness: a start, methods, one table; on built-in data."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,15 +10,17 @@ from click.testing import CliRunner, Result
 from helpers import tiny_config
 from safetensors.torch import load_file
 
-from deepmoe.checkpoint import load_checkpoint
+from deepmoe.checkpoint import load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.compare import method_named
 from deepmoe.comparison import comparison_grid, open_comparison, rows_of, run_comparison
 from deepmoe.config import config_to_toml
 from deepmoe.costs import count_costs
 from deepmoe.deploy import ExitingNetwork
+from deepmoe.errors import UserError
 from deepmoe.sparse import sparsify
 
+pytestmark = pytest.mark.xdist_group("comparison")  # they share what is trained once
 SETTINGS = (
     "model.gates=none",
     "model.widths=[8, 8, 8, 8, 8, 8, 8, 8, 8]",
@@ -160,6 +163,18 @@ def test_teachers_are_trained_first(preset: Path) -> None:
         (("li", "--preset", "PRESET", "--seeds", "0,0"), "two runs are named"),
         (("li", "--preset", "PRESET", "--model", "vgg16"), "the network is resnet20, not vgg16"),
         (("li", "--preset", "PRESET", "--setting", "vgg16-a"), "a setting of vgg16, not of"),
+        (("li", "--preset", "PRESET", "--setting", "x", "--macs", "0.5"), "leave out --macs"),
+        (
+            ("li", "--preset", "PRESET", "--set", "heads.kind=fbs"),
+            "heads.kind is up to the methods",
+        ),
+        (
+            ("li", "--start", "START", "--set", "train.prune=0.3"),
+            "train.prune is up to the methods",
+        ),
+        (("li", "--start", "START", "--teacher", "OTHER"), "images that are held out here"),
+        (("ours-exits", "--preset", "PRESET", "--macs", "1"), "--macs are below 1"),
+        (("rnp", "--preset", "PRESET", "--macs", "0.1"), "rnp can't come down to 0.1"),
         (("he", "--preset", "PRESET", "--setting", "vgg16-a"), "it is for li and li-greedy"),
         (("li", "--preset", "PRESET", "--start", "START"), "and not both"),
         (("li", "--start", "GATED"), "methods start from a dense network"),
@@ -176,7 +191,14 @@ def test_mistakes_are_told_in_one_sentence_before_any_work(
 ) -> None:
     if "--ray" in arguments:
         pytest.importorskip("ray")
+    other = tmp_path / "other.safetensors"
+    if "OTHER" in arguments:  # as if it had been trained on all images
+        loaded = load_checkpoint(compared / "start-seed0" / "last.safetensors")
+        data = dataclasses.replace(loaded.config.data, holdout=0)
+        config = dataclasses.replace(loaded.config, data=data)
+        save_checkpoint(other, loaded.model, config, loaded.info, loaded.state)
     places = {
+        "OTHER": str(other),
         "PRESET": str(preset),
         "START": str(compared / "start-seed0" / "last.safetensors"),
         "SMALL": str(compared / "slimming-60-seed0" / "last.safetensors"),
@@ -194,6 +216,53 @@ def test_a_folder_of_other_settings_is_refused(compared: Path, preset: Path) -> 
     result = run(*METHODS, "--preset", preset, *options)
     assert result.exit_code == 2
     assert "was trained with other settings: give another --out" in result.stderr
+
+
+def test_a_folder_of_another_start_is_refused(compared: Path, preset: Path, tmp_path: Path) -> None:
+    """Also where the file has the same name."""
+    start = tmp_path / "start.safetensors"
+    loaded = load_checkpoint(compared / "start-seed0" / "last.safetensors")
+    save_checkpoint(start, loaded.model, loaded.config, loaded.info, loaded.state)
+    options = ("li", "--start", start, "--macs", "0.7", "--out", tmp_path / "out", "--json")
+    first = run(*options, "--latency-images", 0)
+    assert first.exit_code == 0 and len(json.loads(first.stdout)) == 2  # nothing but JSON
+    with torch.no_grad():
+        next(loaded.model.parameters()).mul_(2)
+    save_checkpoint(start, loaded.model, loaded.config, loaded.info, loaded.state)
+    result = run(*options, "--latency-images", 0)
+    assert result.exit_code == 2
+    assert "another start or teacher: give another --out" in result.stderr
+
+
+def test_a_row_that_can_not_be_measured_leaves_the_others(
+    compared: Path, preset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise UserError("no threshold will do")
+
+    monkeypatch.setattr("deepmoe.comparison.measure.set_exits", fail)
+    folder = compared / "ours-exits-60-seed0"
+    kept = (folder / "measured.json").read_text()
+    (folder / "measured.json").unlink()
+    options = ("--macs", "0.6", "--out", compared, "--latency-images", 0, "--json")
+    result = run(*METHODS, "--preset", preset, *options)
+    (folder / "measured.json").write_text(kept)
+    assert result.exit_code == 2 and "ours-exits-60: no threshold will do" in result.stderr
+    rows = json.loads(result.stdout)
+    assert [line["method"] for line in rows] == ["start", "slimming", "dense"]
+
+
+def test_distillation_can_be_set(compared: Path) -> None:
+    start = compared / "start-seed0" / "last.safetensors"
+    asked = open_comparison(
+        [method_named("li")],
+        shares=[0.7],
+        start=start,
+        teachers=[start],
+        overrides=["loss.distillation=0.3"],
+    )
+    (row,) = rows_of(asked)
+    assert row.steps[-1].config.loss.distillation == 0.3
 
 
 def test_python_takes_names_of_files(compared: Path, tmp_path: Path) -> None:

@@ -257,7 +257,9 @@ def test_a_plan_is_kept_to_and_an_empty_one_measures_nothing() -> None:
     planned, unplanned = (sparsify(model, plan=p) for p in (measured.plan, Plan()))
     with torch.inference_mode():
         assert torch.equal(planned(x).logits, measured(x).logits)
-        assert planned.plan == measured.plan
+        assert planned.plan.network == measured.plan.network
+        # Where all channels ran fastest, layers' own ways do not come up.
+        assert planned.plan.layers.items() <= measured.plan.layers.items()
         first = unplanned(x).logits
         assert error(first, model(x).logits) <= SINGLE
         assert torch.equal(unplanned(x).logits, first)
@@ -296,11 +298,6 @@ def test_fused_operators_are_tried_before_they_are_used(broken: str, monkeypatch
             assert error(sparsify(model)(x).logits, model(x).logits) <= SINGLE
     finally:
         convolution._fused_by_onednn.cache_clear()
-
-
-def test_a_dense_model_is_refused() -> None:
-    with pytest.raises(UserError, match="no gates"):
-        sparsify(create_model("vgg11", gates="none"))
 
 
 def with_varied_routes(model: DeepMoE, routes: int) -> DeepMoE:
