@@ -13,7 +13,7 @@ EXPERTS = 4
 
 def plan(cell: Cell) -> list[Step]:
     """The network that features are of, and its experts."""
-    half = dataclasses.replace(cell, share=cell.share / 2)
+    half = dataclasses.replace(cell, share=round(cell.share / 2, 6))
     features = Step(f"{cell.name}_features", pruned_config(half, "li"))
     experts = {"model.experts": EXPERTS, "train.start": ANOTHER_RUN + features.name}
     return [features, Step(cell.name, changed(cell.base, experts))]

@@ -67,10 +67,10 @@ def with_exits(cell: Cell) -> list[Step]:
     if cell.share >= 1:
         raise UserError("exits make a network cheaper: with ours-exits, --macs are below 1")
     cascade = {
-        "train.prune": min(1.0, SECOND * cell.share),
+        "train.prune": min(1.0, round(SECOND * cell.share, 6)),
         "model.exits": True,
         "embedding.form": "network",
-        "embedding.prune": FIRST * cell.share,
+        "embedding.prune": round(FIRST * cell.share, 6),
     }
     if cell.base.train.teacher is not None:
         cascade["loss.embedding_distillation"] = cell.base.loss.distillation
