@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deepmoe.budget import MacsBudget
+    from deepmoe.building import gate
     from deepmoe.checking import check
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.config import RunConfig, load_config
     from deepmoe.costs import count_macs
     from deepmoe.evaluation import evaluate, set_exits
     from deepmoe.losses import DeepMoELoss
-    from deepmoe.model import DeepMoE, DeepMoEOutput, gate
+    from deepmoe.model import DeepMoE, DeepMoEOutput
     from deepmoe.registry import create_model, list_models, register_model
     from deepmoe.sparse import sparsify
     from deepmoe.training import fit
@@ -29,7 +30,7 @@ _HOMES = {
     "DeepMoELoss": "deepmoe.losses",
     "DeepMoE": "deepmoe.model",
     "DeepMoEOutput": "deepmoe.model",
-    "gate": "deepmoe.model",
+    "gate": "deepmoe.building",
     "create_model": "deepmoe.registry",
     "list_models": "deepmoe.registry",
     "register_model": "deepmoe.registry",

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from deepmoe.building import add_gates, usual_widths
 from deepmoe.config import EmbeddingConfig
 from deepmoe.costs import count_macs
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, evaluation_mode
 from deepmoe.graph.capture import one_tensor
-from deepmoe.model import DeepMoE, add_gates, check_gated, usual_widths
+from deepmoe.model import DeepMoE, check_gated
 from deepmoe.random_routes import routes_as_codebook, set_routes
 
 DENSITIES = (0.1, 0.5)

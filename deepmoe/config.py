@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import tomli_w
 
+from deepmoe.config_checks import check_config
 from deepmoe.config_versions import SCHEMA, upgraded
 from deepmoe.errors import UserError
 from deepmoe.schema import Gates, Paths, Schedule, Widths, from_plain, suggest, to_plain
@@ -75,9 +76,6 @@ class HeadsConfig:
     hidden: int = 32  # rnp: width of the agent's recurrent cell
     penalty: float = -0.1  # rnp: reward of a group beyond the first; a budget moves it
     lr_scale: float = 1.0  # their learning rate, in units of train.lr
-
-
-ON_THE_WAY = ("fbs", "rnp")  # kinds of heads whose gates are made while the network runs
 
 
 @dataclass(frozen=True)
@@ -188,65 +186,6 @@ class TrainConfig:
         return (self.teacher,) if isinstance(self.teacher, str) else self.teacher
 
 
-TINY, HUGE = 1e-12, 1e12
-MOST_EMBEDDING_LAYERS = 16
-FEWEST_EXPERTS, MOST_EXPERTS = 2, 64
-_RANGES: dict[str, tuple[float, float]] = {
-    "model.wide": (1e-3, 1e3),
-    "embedding.dim": (1, 1e5),
-    "embedding.widths": (1, 1e5),
-    "embedding.shrink": (1, 1e3),
-    "embedding.prune": (TINY, 1),
-    "heads.share": (TINY, 1),
-    "heads.spread": (0, 1e3),
-    "heads.groups": (1, 1e3),
-    "heads.hidden": (1, 1e5),
-    "heads.penalty": (-HUGE, -TINY),
-    "heads.lr_scale": (0, HUGE),
-    "data.size": (1, 1e5),
-    "data.holdout": (0, HUGE),
-    "data.crop_padding": (0, 1e3),
-    "data.resize": (1, 1e5),
-    "data.min_area": (TINY, 1),
-    "data.color_jitter": (0, 1),
-    "data.lighting": (0, 10),
-    "data.crop": (1, 1e5),
-    "data.scale": (1e-2, 1e2),
-    "data.shift": (0, 1e4),
-    "data.workers": (0, 1e3),
-    "data.unreadable_limit": (0, 1),
-    "loss.balance": (0, HUGE),
-    "loss.agent": (0, HUGE),
-    "loss.label_smoothing": (0, 1),
-    "loss.distillation": (0, 1),
-    "loss.distillation_temperature": (TINY, 1e3),
-    "loss.embedding_distillation": (0, 1),
-    "loss.norm_sparsity": (0, HUGE),
-    "train.epochs": (0, 1e6),
-    "train.finetune_epochs": (0, 1e6),
-    "train.batch_size": (2, 1e7),  # batch norm needs more than one image
-    "train.lr": (TINY, 1e3),
-    "train.lr_decay": (0, 1),
-    "train.warmup": (TINY, 1),
-    "train.finetune_lr": (0, 1e3),
-    "train.momentum": (0, 1),
-    "train.weight_decay": (0, 1e3),
-    "train.seed": (0, 2**32 - 1),
-    "train.prune": (TINY, 1),
-    "train.prune_widths": (1, 1e6),
-    "train.prune_tilt": (0, 1),
-    "train.target_macs": (TINY, 1e18),
-    "train.budget_ramp": (0, 1),
-    "train.channel_floor": (TINY, 1),
-    "train.codes": (1, 65536),
-    "train.loss_limit": (TINY, HUGE),
-    "train.evaluate_epochs": (1, 1e6),
-    "train.checkpoint_epochs": (1, 1e6),
-    "train.checkpoint_minutes": (TINY, HUGE),
-    "train.keep_checkpoints": (0, 1e6),
-}
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """Everything one training run depends on."""
@@ -259,83 +198,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        for key, (low, high) in _RANGES.items():
-            table, _, name = key.partition(".")
-            value = getattr(getattr(self, table), name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and not low <= number <= high:
-                    shown = (
-                        number if isinstance(number, float) or abs(number) < 1e18 else "so large"
-                    )
-                    raise UserError(f"{key} must lie from {low:g} to {high:g}, not be {shown}")
-        for name in ("sparsity", "embedding"):
-            schedule = getattr(self.loss, name)
-            levels = [v for _, v in schedule] if isinstance(schedule, tuple) else [schedule]
-            if not all(0 <= level <= HUGE for level in levels):
-                raise UserError(f"loss.{name} must lie from 0 to {HUGE:g}, not be {schedule}")
-        if self.embedding.widths is not None and len(self.embedding.widths) > MOST_EMBEDDING_LAYERS:
-            raise UserError(f"embedding.widths has at most {MOST_EMBEDDING_LAYERS} numbers")
-        for key, pair in (
-            ("data.scale", self.data.scale),
-            ("train.budget_ramp", self.train.budget_ramp),
-        ):
-            if pair[0] > pair[1]:
-                raise UserError(f"{key} must rise, not fall: {list(pair)}")
-        if self.train.nesterov and not self.train.momentum:
-            raise UserError("train.nesterov needs a train.momentum above 0")
-        if (self.train.teacher is None) != (self.loss.distillation == 0):
-            raise UserError("set both train.teacher and loss.distillation, or neither")
-        if self.train.teacher is None and self.loss.embedding_distillation:
-            raise UserError("loss.embedding_distillation needs a train.teacher")
-        if self.train.prunes and self.train.start is None:
-            raise UserError("train.prune removes channels of what train.start names: set that, too")
-        if self.train.prune is not None and self.train.prune_widths is not None:
-            raise UserError("set train.prune or train.prune_widths, not both")
-        embedding = self.embedding
-        if embedding.form != "network" and (embedding.prune or embedding.kept):
-            raise UserError('embedding.prune is for embedding.form = "network"')
-        left = embedding.kept or (embedding.prune and self.train.start)
-        if embedding.form == "network" and not left:
-            raise UserError(
-                'embedding.form = "network" is what is left of a trained network: set train.start, '
-                "and embedding.prune to a share of its MACs"
-            )
-        if self.heads.kind == "scale":
-            _check_factors(self)
-        if not self.train.total_epochs:
-            raise UserError("train.epochs and train.finetune_epochs must not both be 0")
-        if not self.train.epochs and self.train.start is None:
-            raise UserError("without a joint stage (train.epochs = 0), set train.start")
-        pruned = self.train.prunes or embedding.prune is not None
-        if not self.train.epochs and pruned and self.model.gates != "none":
-            raise UserError("pruning leaves gates to be learnt anew: that needs train.epochs")
-        if self.train.codes is not None and not self.train.finetune_epochs:
-            raise UserError("train.codes needs a frozen stage: set train.finetune_epochs")
-        if self.train.codes is not None and self.model.gates == "none":
-            raise UserError("train.codes needs a gated model, but model.gates is none")
-        if self.model.experts is not None:
-            _check_run_of_experts(self)
-        self._check_heads_on_the_way()
-
-    def _check_heads_on_the_way(self) -> None:
-        kind = self.heads.kind
-        if kind not in ON_THE_WAY or self.model.gates == "none":
-            return
-        asked = {
-            "train.codes": self.train.codes is not None,
-            "model.exits": self.model.exits,
-            'embedding.form = "network"': self.embedding.form == "network",
-        }
-        for key, wanted in asked.items():
-            if wanted:
-                raise UserError(
-                    f'heads.kind = "{kind}" makes gates of features, without an embedding: it does '
-                    f"not go with {key}"
-                )
-        if kind == "rnp" and self.train.epochs == 1:
-            raise UserError(
-                'heads.kind = "rnp" trains agent and network in turn: set train.epochs to 2 or more'
-            )
+        check_config(self)
 
     @property
     def dense(self) -> "RunConfig":
@@ -344,53 +207,6 @@ class RunConfig:
             self,
             model=dataclasses.replace(self.model, gates="none", exits=False, experts=None),
             train=dataclasses.replace(self.train, codes=None),
-        )
-
-
-def _check_factors(config: RunConfig) -> None:
-    """Scaling factors are alike for all images: what is made for gates of an image does not fit."""
-    if isinstance(config.loss.sparsity, tuple):
-        raise UserError("scaling factors shrink by one loss.sparsity, not by a schedule")
-    train, wrong = config.train, None
-    wrong = "train.target_macs" if train.target_macs is not None else wrong
-    wrong = "train.codes" if train.codes is not None else wrong
-    wrong = "train.prune" if train.prunes or config.embedding.prune is not None else wrong
-    wrong = "model.exits" if config.model.exits else wrong
-    if wrong is not None:
-        raise UserError(f'heads.kind = "scale" does not go with {wrong}: prune by sss afterwards')
-
-
-def check_experts(model: ModelConfig) -> None:
-    """Refuses experts that no model has: too many of them, or gates and exits besides."""
-    experts = model.experts
-    if not isinstance(experts, int) or not FEWEST_EXPERTS <= experts <= MOST_EXPERTS:
-        shown = experts if isinstance(experts, int) and abs(experts) < 1e18 else "so many"
-        raise UserError(
-            f"model.experts must lie from {FEWEST_EXPERTS} to {MOST_EXPERTS}, not be {shown}"
-        )
-    if model.gates != "none" or model.exits:
-        raise UserError(
-            "experts have neither gates nor exits: with model.experts, set model.gates=none and "
-            "model.exits=false"
-        )
-
-
-def _check_run_of_experts(config: RunConfig) -> None:
-    check_experts(config.model)
-    train, embedding = config.train, config.embedding
-    if train.prunes or embedding.prune is not None or embedding.form == "network":
-        raise UserError(
-            "experts are made of a network that is trained, and pruned, already: without "
-            'train.prune, embedding.prune and embedding.form = "network"'
-        )
-    if train.target_macs is not None:
-        raise UserError(
-            "train.target_macs steers gates, and experts have none: they cost what train.start does"
-        )
-    if train.compile == "on":
-        raise UserError(
-            "which expert an image runs is known only then, which can't be compiled: set "
-            "train.compile to auto or off"
         )
 
 

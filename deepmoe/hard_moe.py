@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from deepmoe.config import ModelConfig, check_experts
+from deepmoe.config import ModelConfig
+from deepmoe.config_checks import check_experts
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, Graph
 from deepmoe.model import DeepMoE, DeepMoEOutput

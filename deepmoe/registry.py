@@ -10,14 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig
-from deepmoe.errors import UserError
-from deepmoe.graph import Gating, Graph, choose, describe, open_groups, with_kept
-from deepmoe.hard_moe import HardMoE, add_experts
-from deepmoe.layers import FeatureHeads
-from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
-from deepmoe.model import (
-    DeepMoE,
+from deepmoe.building import (
     Whole,
     add_exits,
     add_gates,
@@ -26,6 +19,13 @@ from deepmoe.model import (
     usual_embedding,
     usual_widths,
 )
+from deepmoe.config import EmbeddingConfig, HeadsConfig, ModelConfig, RunConfig
+from deepmoe.errors import UserError
+from deepmoe.graph import Gating, Graph, choose, describe, open_groups, with_kept
+from deepmoe.hard_moe import HardMoE, add_experts
+from deepmoe.layers import FeatureHeads
+from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
+from deepmoe.model import DeepMoE
 from deepmoe.network_embedding import NetworkEmbedding
 from deepmoe.networks import DRN, ResNet, resnet, vgg
 from deepmoe.networks.resnet import (

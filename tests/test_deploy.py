@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepmoe.building import gate
 from deepmoe.config import EmbeddingConfig
 from deepmoe.deploy import CodedNetwork, ExitingNetwork, static_network
 from deepmoe.errors import UserError
 from deepmoe.layers import RouteCodebook
-from deepmoe.model import DeepMoE, confidence, gate
+from deepmoe.model import DeepMoE, confidence
 from deepmoe.registry import create_model
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepmoe.building import add_gates
 from deepmoe.checkpoint import Checkpoint, load_checkpoint
 from deepmoe.config import EmbeddingConfig, RunConfig, apply_overrides
 from deepmoe.data import open_data
@@ -14,7 +15,7 @@ from deepmoe.data.interface import Loader
 from deepmoe.errors import UserError
 from deepmoe.hard_moe import refuse_experts
 from deepmoe.layers import ShallowEmbedding
-from deepmoe.model import DeepMoE, add_gates
+from deepmoe.model import DeepMoE
 from deepmoe.random_routes import routes_as_codebook, set_routes
 from deepmoe.registry import create_model, list_models, model_from_config, usual_input
 from deepmoe.training import learn_codebook

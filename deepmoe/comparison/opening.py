@@ -80,17 +80,13 @@ def open_comparison(
     _check_overrides(overrides)
     paths = [Path(path) for path in teachers]
     taught = _teacher_settings(paths, teacher_preset)
-    begin, known = None, None
     if start is not None:
         own, known = _from_checkpoint(Path(start), network)
         taught["train.start"] = str(Path(start).resolve())
     else:
-        assert preset is not None
-        own = _ungated(load_config(preset))
+        own, known = _ungated(load_config(str(preset))), None
     base = apply_overrides(changed(own, taught), overrides)
-    if start is None:
-        begin = changed(base, NO_TEACHER)
-    elif base.model != own.model:
+    if start is not None and base.model != own.model:
         raise UserError(f"the network is that of {start}: --set model... can't change it")
     info = _info(base, known)
     _check_teachers(paths, base, info)
@@ -107,7 +103,7 @@ def open_comparison(
         shares=tuple(shares),
         seeds=tuple(seeds),
         published=published,
-        start=begin,
+        start=changed(base, NO_TEACHER) if start is None else None,
         teacher=teacher,
         widths=None if setting is None else _widths(methods, setting, base, info),
         setting=setting,

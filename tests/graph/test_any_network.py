@@ -12,10 +12,11 @@ from third_party import CLASSES, NETWORKS
 from torch import Tensor, nn
 
 import deepmoe
+from deepmoe.building import add_gates
 from deepmoe.checking import TOLERANCE
 from deepmoe.description import gated_share
 from deepmoe.graph import choose
-from deepmoe.model import DeepMoE, add_gates
+from deepmoe.model import DeepMoE
 from deepmoe.random_routes import set_routes
 
 SIZE, OTHER_SIZE = (49, 41), (50, 67)
