@@ -107,7 +107,7 @@ def open_comparison(
         teacher=teacher,
         widths=None if setting is None else _widths(methods, setting, base, info),
         setting=setting,
-        start_epochs=own.train.epochs,
+        start_epochs=(base if start is None else own).train.epochs,
         teacher_checkpoints=tuple(paths),
     )
 
