@@ -22,7 +22,11 @@ def methods_table() -> str:
 def small_table() -> str:
     """All methods at one cost, on a small scale; the best first."""
     found = experiment(SMALL)
-    best_first = sorted(found["values"], key=lambda line: -line["accuracy"])
+    titles = {method.name: method.title for method in METHODS}
+    best_first = [
+        {**line, "title": titles.get(line["method"], line["title"])}
+        for line in sorted(found["values"], key=lambda line: -line["accuracy"])
+    ]
     shown = [i for i, title in enumerate(HEADER) if title not in LEFT_OUT]
     rows = [[cells[i] for i in shown] for cells in table_cells(best_first)]
     return f"{markdown_table([HEADER[i] for i in shown], rows)}\n\n{origin(found)}"

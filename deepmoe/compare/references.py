@@ -87,7 +87,7 @@ REFERENCES = (
     Method("ours", "Taylor, uneven widths (ours)", "this package", ours),
     Method(
         "ours-exits",
-        "the same with exits (ours)",
+        "Taylor, uneven widths, exits (ours)",
         "this package",
         with_exits,
         dynamic=True,
