@@ -8,7 +8,7 @@ quickstart: $(VENV)/.installed  ## Train a small DeepMoE and its dense twin, and
 	$(BIN)/deepmoe quickstart --overwrite
 
 test: $(VENV)/.installed-dev  ## Run the tests
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.installed-dev  ## Check style, types and the direction of imports
 	$(BIN)/ruff format --check .

@@ -24,10 +24,7 @@ from deepmoe.sweep.schedule import End, Job
 ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 
-pytestmark = [
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.skipif(sys.platform != "linux", reason="Ray has clusters on Linux"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Ray has clusters on Linux")
 FAMILY = TINY.replace('"train.epochs" = 1', '"train.epochs" = 10') + (
     '[runs.dense]\n"model.gates" = "none"\n'
     '[runs.student]\nseeds = [0]\n"train.teacher" = "run:dense"\n"loss.distillation" = 0.5\n'

@@ -20,7 +20,6 @@ from deepmoe.deploy import ExitingNetwork
 from deepmoe.errors import UserError
 from deepmoe.sparse import sparsify
 
-pytestmark = pytest.mark.xdist_group("comparison")  # they share what is trained once
 SETTINGS = (
     "model.gates=none",
     "model.widths=[8, 8, 8, 8, 8, 8, 8, 8, 8]",
@@ -49,7 +48,9 @@ def compared(preset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a comparison of three methods, at one cost."""
     out = tmp_path_factory.mktemp("compared")
     options = ("--macs", "0.6", "--out", out, "--latency-images", 3)
-    result = run(*METHODS, "--preset", preset, *options)
+    with pytest.MonkeyPatch.context() as patch:  # processes of its own, with as many threads
+        patch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        result = run(*METHODS, "--preset", preset, *options)
     assert result.exit_code == 0, result.output
     return out
 
@@ -187,10 +188,16 @@ def test_teachers_are_trained_first(preset: Path) -> None:
     ],
 )
 def test_mistakes_are_told_in_one_sentence_before_any_work(
-    arguments: tuple[str, ...], words: str, compared: Path, preset: Path, tmp_path: Path
+    arguments: tuple[str, ...],
+    words: str,
+    compared: Path,
+    preset: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "--ray" in arguments:
         pytest.importorskip("ray")
+        monkeypatch.setattr("deepmoe.sweep.on_ray.CONNECT_SECONDS", 3.0)
     other = tmp_path / "other.safetensors"
     if "OTHER" in arguments:  # as if it had been trained on all images
         loaded = load_checkpoint(compared / "start-seed0" / "last.safetensors")

@@ -38,14 +38,7 @@ class ThreeConvolutions(nn.Module):
         return self.classifier(F.relu(self.three(x)).mean(dim=(2, 3)))
 
 
-# Tests of one network run in one process, which captures it once.
-BY_NETWORK = [
-    pytest.param(name, marks=pytest.mark.xdist_group(name))
-    for name in ("three-convolutions", *NETWORKS)
-]
-
-
-@pytest.fixture(scope="module", params=BY_NETWORK)
+@pytest.fixture(scope="module", params=["three-convolutions", *NETWORKS])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
