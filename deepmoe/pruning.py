@@ -5,6 +5,7 @@ Which channels go is the same for all images, and a method of `deepmoe.compare` 
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ def prune(
     """
     if not isinstance(model, DeepMoE):
         raise UserError("prune takes a model of deepmoe's: prune_module takes any network")
-    if by not in SELECTORS:
+    if not isinstance(by, str) or by not in SELECTORS:
         raise UserError(f"channels are pruned by one of {', '.join(SELECTORS)}, not by {by!r}")
     loader: Epochs = judged_by if isinstance(judged_by, Epochs) else Batches(judged_by)
     refuse_experts(model, "prune the network that they start from")
@@ -97,7 +98,8 @@ def prune(
     if model.unpruned is not None:
         raise UserError("this network is pruned already: prune the one that it was made of")
     gating = prunable(model.gating.graph)
-    _check_arguments(gating, share, tilt, widths, factors)
+    _check_arguments(gating, share, tilt, widths, factors, seed)
+    model.check_finite()
     task = PruningTask(
         model,
         gating,
@@ -132,14 +134,17 @@ def _check_arguments(
     tilt: float,
     widths: Sequence[int] | None,
     factors: Sequence[Tensor] | None,
+    seed: int,
 ) -> None:
     if (share is None) == (widths is None):
         raise UserError("pruning takes a share of the MACs, or widths, and not both")
-    for name, number in (("share", share), ("tilt", tilt)):
-        if number is not None and not (isinstance(number, int | float) and 0 <= number <= 1):
+    for name, number in (("share", 1.0 if share is None else share), ("tilt", tilt)):
+        if not isinstance(number, Real) or not 0 <= number <= 1:
             raise UserError(f"the {name} is a number from 0 to 1, not {number!r}")
+    if not isinstance(seed, int) or seed < 0:
+        raise UserError(f"a seed is a whole number from 0 on, not {seed!r}")
     if widths is not None:
-        check_kept(widths, gating)
+        check_kept(widths if isinstance(widths, Sequence) else (), gating)
     if factors is not None and [len(part) for part in factors] != list(gating.widths):
         raise UserError(f"factors are of groups of {list(gating.widths)} channels")
     if factors is not None and not all(bool(part.isfinite().all()) for part in factors):
@@ -154,6 +159,16 @@ class Batches:
 
     def epoch(self, number: int) -> Iterator[Batch]:
         """All batches, as they come."""
-        if not isinstance(self.batches, Iterable):
-            raise UserError("this method looks at training images: give batches of them")
-        return iter(self.batches)
+        if not isinstance(self.batches, Iterable) or isinstance(self.batches, Iterator):
+            raise UserError(
+                "this method goes through training images more than once: give a DataLoader, or a "
+                "list of batches"
+            )
+        for batch in self.batches:
+            pair = isinstance(batch, tuple | list) and len(batch) == 2
+            if not pair or not all(isinstance(part, Tensor) for part in batch):
+                raise UserError("batches are pairs of tensors: images and their labels")
+            x_BCHW, labels = batch
+            if not bool(x_BCHW.isfinite().all()):
+                raise UserError("some pixels of the training images are not finite")
+            yield x_BCHW, labels

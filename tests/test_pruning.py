@@ -218,6 +218,19 @@ def test_what_can_not_be_pruned_from_python_gets_one_sentence() -> None:
         prune(Small(), 8, 0.5, loader())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"by one of li, .* not by 'magic'"):
         prune(dense("vgg11"), 32, 0.5, loader(), by="magic")  # type: ignore[arg-type]
+    for wrong in ({"tilt": None}, {"tilt": 2}, {"seed": -1}, {"share": "a"}):
+        with pytest.raises(UserError, match="number from 0"):
+            prune(dense("vgg11"), 32, **{"share": 0.5, "judged_by": loader(), **wrong})
+    images = IMAGES[:, :, :8, :8]
+    for batches, words in (
+        (None, "give a DataLoader"),
+        (iter([(images, LABELS)]), "give a DataLoader"),
+        ([images], "pairs of tensors"),
+        ([{"images": images}], "pairs of tensors"),
+        ([(images * float("nan"), LABELS)], "not finite"),
+    ):
+        with pytest.raises(UserError, match=words):
+            prune_module(Small().eval(), images[:2], 0.6, batches, by="he")
     for share, widths in ((None, None), (0.5, [4] * 8)):
         with pytest.raises(UserError, match="a share of the MACs, or widths, and not both"):
             prune(dense("vgg11"), 32, share, loader(), widths=widths)

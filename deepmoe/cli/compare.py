@@ -81,7 +81,9 @@ def _compare(
 
     if macs is not None and options["setting"] is not None:
         raise UserError("--setting says how many channels stay: leave out --macs")
-    macs = macs or "0.5"
+    macs = "0.5" if macs is None else macs
+    if len(names) > 1 and not {ALL, LIST}.isdisjoint(names):
+        raise UserError(f"{ALL} and {LIST} stand alone, without other methods")
     chosen = METHODS if names == (ALL,) else tuple(map(method_named, dict.fromkeys(names)))
     asked = open_comparison(
         chosen,
@@ -105,7 +107,7 @@ def _compare(
     )
     table = folder / f"{ALL if names == (ALL,) else '_'.join(m.name for m in chosen)}.json"
     _write(found, table, command, asked.seeds[0])
-    _print(found, table, as_json)
+    _print(found, table, name, as_json)
 
 
 def _typed(
@@ -151,8 +153,9 @@ def _write(found: "Comparison", table: Path, command: str, seed: int) -> None:
     write_atomically(table.with_suffix(".png"), drawn.getvalue())
 
 
-def _print(found: "Comparison", table: Path, as_json: bool) -> None:
+def _print(found: "Comparison", table: Path, network: str, as_json: bool) -> None:
     from deepmoe.comparison.table import HEADER, table_cells
+    from deepmoe.sources import is_source
 
     if as_json:
         say(json.dumps(found.table, indent=2))
@@ -162,9 +165,10 @@ def _print(found: "Comparison", table: Path, as_json: bool) -> None:
             say(f"{name}: {checkpoint}")
         say(f"table: {table}; plot: {table.with_suffix('.png')}")
         if found.checkpoints:
-            say(f"next: deepmoe predict {next(iter(found.checkpoints.values()))} IMAGE")
+            made_by = f" --network {network}" if is_source(network) else ""
+            say(f"next: deepmoe predict {next(iter(found.checkpoints.values()))} IMAGE{made_by}")
     if not found.complete:
-        raise UserError("some runs have no result; their logs tell why")
+        raise UserError("some rows have no result: see above, and the runs' logs")
 
 
 def _print_methods(as_json: bool) -> None:

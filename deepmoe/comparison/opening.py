@@ -75,6 +75,8 @@ def open_comparison(
             "give --start, the checkpoint of a trained dense network, or --preset, how to train "
             "one, and not both"
         )
+    if network is not None and start is None:
+        raise UserError("--network says what makes the network of --start: a preset names its own")
     if teachers and teacher_preset is not None:
         raise UserError("give --teacher or --teacher-preset, not both")
     _check_overrides(overrides)
@@ -85,7 +87,9 @@ def open_comparison(
         taught["train.start"] = str(Path(start).resolve())
     else:
         own, known = _ungated(load_config(str(preset))), None
-    base = apply_overrides(changed(own, taught), overrides)
+    before = changed(own, taught)
+    base = apply_overrides(before, overrides)
+    _check_owned(before, base)
     if start is not None and base.model != own.model:
         raise UserError(f"the network is that of {start}: --set model... can't change it")
     info = _info(base, known)
@@ -117,6 +121,16 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         key = item.partition("=")[0].strip()
         if key in _OWNED or any(key.startswith(f"{table}.") for table in _OWNED_TABLES):
             raise UserError(f"{key} is up to the methods: --set can't change it here")
+
+
+def _check_owned(before: RunConfig, after: RunConfig) -> None:
+    """The same for settings that came as whole tables."""
+    for key in _OWNED:
+        table, _, name = key.partition(".")
+        if getattr(getattr(before, table), name) != getattr(getattr(after, table), name):
+            raise UserError(f"{key} is up to the methods: --set can't change it here")
+    if before.heads != after.heads:
+        raise UserError("heads are up to the methods: --set can't change them here")
 
 
 def _check_teachers(paths: Sequence[Path], base: RunConfig, info: DataInfo) -> None:

@@ -25,6 +25,7 @@ from deepmoe.sweep import RESULTS_NAME, Grid, read_results, sweep
 from deepmoe.sweep.grid import run_name
 from deepmoe.sweep.steps import last_checkpoint, resolved
 from deepmoe.training import fit
+from deepmoe.training.fit import as_pruned, changed_keys
 
 INPUTS_NAME = "inputs.json"  # what the runs of a folder start and learn from
 
@@ -90,7 +91,11 @@ def _check_settings(grid: Grid, out: Path) -> None:
     """Refuses a folder that holds a comparison with other settings."""
     done = read_results(out / RESULTS_NAME)
     for run in grid.runs:
-        if run.name in done and not done[run.name].is_of(run):
+        path = last_checkpoint(out, run.name)
+        other = run.name in done and not done[run.name].is_of(run)
+        if path.exists():
+            other |= bool(changed_keys(read_progress(path)[0], as_pruned(run.config, path)))
+        if other:
             raise UserError(
                 f"{out} holds a {run.name} that was trained with other settings: give another --out"
             )

@@ -219,10 +219,13 @@ def test_mistakes_are_told_in_one_sentence_before_any_work(
 
 
 def test_a_folder_of_other_settings_is_refused(compared: Path, preset: Path) -> None:
+    """Also where only the start was trained with them."""
     options = ("--macs", "0.6", "--out", compared, "--set", "train.epochs=2")
-    result = run(*METHODS, "--preset", preset, *options)
-    assert result.exit_code == 2
-    assert "was trained with other settings: give another --out" in result.stderr
+    for methods in (METHODS, ("li", "he")):
+        result = run(*methods, "--preset", preset, *options)
+        assert result.exit_code == 2
+        assert "was trained with other settings: give another --out" in result.stderr
+    assert not (compared / "li_he.json").exists()
 
 
 def test_a_folder_of_another_start_is_refused(compared: Path, preset: Path, tmp_path: Path) -> None:
