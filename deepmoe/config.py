@@ -20,6 +20,8 @@ GIVEN: Literal["given"] = (
     "given"  # the name of a network, or of data, that was handed over in Python
 )
 
+# "run:dense" as a checkpoint: that of dense, of the same or its only seed; or "run:dense-seed0"
+ANOTHER_RUN = "run:"
 HeadsKind = Literal["relu", "noisy-topk", "scale", "fbs", "rnp"]
 PruneBy = Literal[
     "taylor", "strength", "li", "li-greedy", "he", "thinet", "sss", "slimming", "depgraph"

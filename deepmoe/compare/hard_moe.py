@@ -6,7 +6,8 @@ pruned to half of what the whole may cost. Each expert is trained on its cluster
 
 import dataclasses
 
-from deepmoe.compare.method import ANOTHER_RUN, Cell, Method, Step, changed, pruned_config
+from deepmoe.compare.method import Cell, Method, Step, changed, pruned_config
+from deepmoe.config import ANOTHER_RUN
 
 EXPERTS = 4
 

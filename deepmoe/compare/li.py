@@ -20,7 +20,7 @@ from deepmoe.graph import Gating
 
 def independent(task: PruningTask) -> Choice:
     """The filters of smallest norm go, all layers at once."""
-    return keep_strongest(task.by_unit(_filter_norms(task)), task.even_widths())
+    return keep_strongest(task.gating.by_group(_filter_norms(task)), task.even_widths())
 
 
 def greedy(task: PruningTask) -> Choice:
@@ -28,7 +28,7 @@ def greedy(task: PruningTask) -> Choice:
     widths, keep = task.even_widths(), torch.ones(len(unit_sums(task)), dtype=torch.bool)
     masks: list[Tensor] = []
     for index, group in enumerate(task.groups):
-        scores = task.by_unit(_filter_norms(task, keep))[index]
+        scores = task.gating.by_group(_filter_norms(task, keep))[index]
         masks += strongest([scores], [widths[index]])
         start = task.gating.graph.offsets[group.number]
         keep[start : start + group.width] = masks[-1]

@@ -14,8 +14,6 @@ from deepmoe.model import DeepMoE
 from deepmoe.registry import model_from_config
 from deepmoe.sources import is_source
 
-ANOTHER_RUN = "run:"  # "run:NAME" as a checkpoint: that of another run, by its name
-
 
 @dataclass(frozen=True)
 class Cell:

@@ -5,8 +5,9 @@ threshold for all layers decides, and every layer keeps a few. A channel goes wi
 scale of zero alone would leave the shift to be read.
 """
 
-from deepmoe.compare.method import ANOTHER_RUN, Cell, Method, Step, changed, pruned_config
+from deepmoe.compare.method import Cell, Method, Step, changed, pruned_config
 from deepmoe.compare.task import Choice, PruningTask, keep_strongest
+from deepmoe.config import ANOTHER_RUN
 
 
 def select(task: PruningTask) -> Choice:

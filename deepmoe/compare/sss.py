@@ -9,9 +9,10 @@ import copy
 
 import torch
 
-from deepmoe.compare.method import ANOTHER_RUN, Cell, Method, Step, changed, pruned_config
+from deepmoe.compare.method import Cell, Method, Step, changed, pruned_config
 from deepmoe.compare.task import Choice, PruningTask
 from deepmoe.compare.widths import strongest
+from deepmoe.config import ANOTHER_RUN
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, scale_inputs
 

@@ -84,11 +84,6 @@ class PruningTask:
             for scales, width in zip(found, self.gating.widths, strict=True)
         ]
 
-    def by_unit(self, values: Tensor) -> list[Tensor]:
-        """Values of all units of the graph, as those of each group."""
-        starts = [self.gating.graph.offsets[number] for number in self.gating.gated]
-        return [values[s : s + w] for s, w in zip(starts, self.gating.widths, strict=True)]
-
 
 @dataclass(frozen=True)
 class Choice:

@@ -7,9 +7,9 @@ from pathlib import Path
 from deepmoe.compare import Cell, Method, Step
 from deepmoe.compare.method import changed
 from deepmoe.compare.reach import check_reach
-from deepmoe.config import RunConfig
+from deepmoe.config import ANOTHER_RUN, RunConfig
 from deepmoe.errors import UserError
-from deepmoe.sweep.grid import ANOTHER_RUN, Grid, Run, make_grid
+from deepmoe.sweep.grid import Grid, Run, make_grid
 
 START, TEACHER = "start", "teacher"  # names of the runs that come first, where they are trained
 PUBLISHED = "published"  # ends the name of a row with the method's own schedule

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deepmoe.bench.latency import Latency, bench_latency
 from deepmoe.checkpoint import (
@@ -57,10 +56,6 @@ class Measured:
     def macs_share(self) -> float:
         """Mean MACs over those of the dense network."""
         return self.macs / self.dense_macs
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values."""
-        return {**dataclasses.asdict(self), "macs_share": self.macs_share}
 
 
 def measure_run(row: Row, checkpoint: Path, out: Path, data: DataConfig) -> Measured:

@@ -111,11 +111,13 @@ class Gating:
         keep = self.keep(masks)
         keep, _ = with_one_of_each(self.graph, keep)
         small = Gating(narrowed_graph(self.graph, keep), self.gated)
-        starts = [self.graph.offsets[number] for number in self.gated]
-        left = [
-            keep[s : s + w].nonzero().flatten() for s, w in zip(starts, self.widths, strict=True)
-        ]
+        left = [part.nonzero().flatten() for part in self.by_group(keep)]
         return narrowed(self.graph, module, self.keep(masks)), small, left
+
+    def by_group(self, values: Tensor) -> list[Tensor]:
+        """Values of all units, as those of each gated group."""
+        starts = [self.graph.offsets[number] for number in self.gated]
+        return [values[s : s + w] for s, w in zip(starts, self.widths, strict=True)]
 
     def keep(self, masks: Sequence[Tensor]) -> Tensor:
         """Which units stay, from a mask for each gated group."""

@@ -1,5 +1,7 @@
 """What channels are worth to the layers that read them, by their weights alone."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -9,15 +11,9 @@ from deepmoe.graph.gating import Gating
 def have_norms(network: nn.Module, gating: Gating) -> list[bool]:
     """For each gated group, whether batch norms scale all of its units."""
     counts = torch.zeros(gating.graph.offsets[-1] + 1, dtype=torch.int64, device="cpu")
-    for path, module in network.named_modules():
-        units = gating.graph.followers.get(f"{path}.running_mean")
-        if units is not None and module.weight is not None:
-            counts[units] += 1
-    starts = [gating.graph.offsets[number] for number in gating.gated]
-    return [
-        bool(counts[start : start + width].all())
-        for start, width in zip(starts, gating.widths, strict=True)
-    ]
+    for units, _ in _scales(network, gating):
+        counts[units] += 1
+    return [bool(part.all()) for part in gating.by_group(counts)]
 
 
 @torch.no_grad()
@@ -27,15 +23,21 @@ def norm_scales(network: nn.Module, gating: Gating) -> list[Tensor | None]:
     `None` for a group with units that no batch norm scales.
     """
     sums, counts = (torch.zeros(gating.graph.offsets[-1] + 1) for _ in range(2))
+    for units, scales in _scales(network, gating):
+        sums.index_add_(0, units % len(sums), scales.abs().float().cpu())
+        counts.index_add_(0, units % len(sums), torch.ones(len(units)))
+    return [
+        s / c if bool(c.all()) else None
+        for s, c in zip(gating.by_group(sums), gating.by_group(counts), strict=True)
+    ]
+
+
+def _scales(network: nn.Module, gating: Gating) -> Iterator[tuple[Tensor, Tensor]]:
+    """The scales of each batch norm, and the units that they are of."""
     for path, module in network.named_modules():
         units = gating.graph.followers.get(f"{path}.running_mean")
         if units is not None and module.weight is not None:
-            sums.index_add_(0, units % len(sums), module.weight.abs().float().cpu())
-            counts.index_add_(0, units % len(sums), torch.ones(len(units)))
-    starts = [gating.graph.offsets[number] for number in gating.gated]
-    parts = [slice(s, s + w) for s, w in zip(starts, gating.widths, strict=True)]
-    known = have_norms(network, gating)
-    return [sums[p] / counts[p] if k else None for p, k in zip(parts, known, strict=True)]
+            yield units, module.weight
 
 
 @torch.no_grad()
@@ -52,8 +54,7 @@ def channel_strengths(network: nn.Module, gating: Gating) -> list[Tensor]:
             assert isinstance(weight, Tensor)
             read = weight.transpose(0, 1).flatten(1).float().square().sum(dim=1).cpu()
             squares.index_add_(0, layer.ins % units, read)
-    starts = [gating.graph.offsets[number] for number in gating.gated]
-    read_by = [squares[s : s + w].sqrt() for s, w in zip(starts, gating.widths, strict=True)]
+    read_by = gating.by_group(squares.sqrt())
     scales = norm_scales(network, gating)
     return [r if s is None else s * r for s, r in zip(scales, read_by, strict=True)]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmoe.errors import UserError
-from deepmoe.layers.heads import project
+from deepmoe.layers.heads import kept_of, project
 
 FLOOR = 1e-6  # a channel that was chosen runs, and is counted, even where its ReLU gives 0
 # Large features make large gates, and these larger features: beyond reason, that loop is cut.
@@ -132,7 +132,7 @@ class FeatureBoosting(FeatureHeads):
 
     def counts(self, share: float) -> list[int]:
         """How many channels of each layer run at a share."""
-        return [min(width, max(1, round(share * width))) for width in self.widths]
+        return kept_of(share, self.widths)
 
     @torch.no_grad()
     def keep(self, share: float) -> None:

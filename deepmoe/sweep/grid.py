@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepmoe.config import RunConfig, apply_overrides, load_config, read_toml
+from deepmoe.config import ANOTHER_RUN, RunConfig, apply_overrides, load_config, read_toml
 from deepmoe.errors import UserError
 from deepmoe.schema import Paths, from_plain
 
-# "run:dense" as a checkpoint: that of dense, of the same or its only seed; or "run:dense-seed0"
-ANOTHER_RUN = "run:"
 ALL_SEEDS = "runs:"  # "runs:dense" as teachers: dense of all its seeds
 # "lessons:dense" as a teacher: what dense of all its seeds say, written down once for all runs
 LESSONS = "lessons:"
