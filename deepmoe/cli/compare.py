@@ -32,7 +32,7 @@ ALL, LIST = "all", "list"
     "teachers",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Checkpoint to learn from. Can be given many times.",
+    help="Checkpoint to learn from; can be given many times. Or one file of `deepmoe teach`.",
 )
 @click.option("--teacher-preset", help="Or train teachers first by this preset, one a seed.")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Runs at once.")
@@ -44,6 +44,7 @@ ALL, LIST = "all", "list"
     type=click.IntRange(0),
     help="Test images to time on the CPU, one at a time; 0 for none.",
 )
+@click.option("--no-train", is_flag=True, help="Train nothing: a table of what is finished.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder. [runs/compare_MODEL]")
 @set_option
 @network_option
@@ -74,6 +75,7 @@ def _compare(
     jobs: int,
     ray: str | None,
     latency_images: int,
+    no_train: bool,
     **options: Any,
 ) -> None:
     from deepmoe.compare import METHODS, method_named
@@ -103,6 +105,7 @@ def _compare(
         jobs=jobs,
         ray=ray,
         latency_images=latency_images,
+        train=not no_train,
         quiet=as_json,
     )
     table = folder / f"{ALL if names == (ALL,) else '_'.join(m.name for m in chosen)}.json"

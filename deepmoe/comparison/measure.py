@@ -4,6 +4,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import torch
 
 from deepmoe.bench.latency import Latency, bench_latency
 from deepmoe.checkpoint import (
@@ -12,7 +15,6 @@ from deepmoe.checkpoint import (
     read_network,
     save_checkpoint,
 )
-from deepmoe.comparison.asked import Row
 from deepmoe.config import DataConfig
 from deepmoe.costs import count_costs
 from deepmoe.data import open_data
@@ -22,12 +24,37 @@ from deepmoe.evaluation import evaluate, set_exits
 from deepmoe.files import write_atomically
 from deepmoe.schema import from_plain
 from deepmoe.sources import is_source
-from deepmoe.sweep.grid import run_name
 from deepmoe.training.fit import PRUNING_NAME
 from deepmoe.training.log import METRICS_NAME, read_metrics
 
 EXITS_NAME = "exits.safetensors"
-MEASURED_NAME = "measured.json"
+MEASURED_NAME, LATENCY_NAME = "measured.json", "latency.json"
+Kept = TypeVar("Kept", "Measured", Latency)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended, and what its row asks of it.
+
+    Attributes:
+        row: its name.
+        checkpoint: the run's last.
+        own: whether the run is the comparison's: figures are kept beside its checkpoint. Those of
+            a start that was given are measured each time.
+        exits_for: share of the dense MACs that exits are fitted for; `None` for no exits.
+        before: folders of the runs that led to this one.
+    """
+
+    row: str
+    checkpoint: Path
+    own: bool
+    exits_for: float | None = None
+    before: tuple[Path, ...] = ()
+
+    @property
+    def model(self) -> Path:
+        """The checkpoint of the row's model: that with exits, once they are fitted."""
+        return self.checkpoint if self.exits_for is None else self.checkpoint.with_name(EXITS_NAME)
 
 
 @dataclass(frozen=True)
@@ -58,21 +85,19 @@ class Measured:
         return self.macs / self.dense_macs
 
 
-def measure_run(row: Row, checkpoint: Path, out: Path, data: DataConfig) -> Measured:
+def measure_run(run: Finished, data: DataConfig) -> Measured:
     """Measures what a run has left; once, as long as its checkpoint does not change.
 
     Args:
-        row: of the comparison.
-        checkpoint: the last of its run.
-        out: folder of all runs; a checkpoint elsewhere is measured each time.
+        run: that has ended.
         data: where images are; held-out ones are used to fit exits, and the test set to measure.
     """
-    kept = checkpoint.with_name(MEASURED_NAME)
-    if kept.exists() and kept.stat().st_mtime_ns > checkpoint.stat().st_mtime_ns:
-        return _read(kept)
-    loaded = _loaded(checkpoint)
-    if row.method.fits_exits:
-        loaded = _with_exits(loaded, row.share, checkpoint.with_name(EXITS_NAME), data)
+    kept = run.checkpoint.with_name(MEASURED_NAME)
+    if is_measured(run):
+        return _read(kept, Measured)
+    loaded = _loaded(run.checkpoint)
+    if run.exits_for is not None:
+        loaded = _with_exits(loaded, run.exits_for, run.model, data)
     device = choose_device(loaded.config.train.device)
     test = open_data(
         dataclasses.replace(data, holdout=0), batch_size=1, device=device, info=loaded.info
@@ -85,21 +110,37 @@ def measure_run(row: Row, checkpoint: Path, out: Path, data: DataConfig) -> Meas
         macs=result.macs,
         dense_macs=result.dense_macs,
         parameters=costs.params + costs.embedding_params + costs.gate_params,
-        prune_seconds=_prune_seconds(row, loaded.config.train.seed, out),
+        prune_seconds=_prune_seconds(run),
         exited=result.exited,
         evaluated_on=test.evaluation_name,
     )
-    if checkpoint.parent.parent.resolve() == out.resolve():
-        write_atomically(kept, json.dumps(dataclasses.asdict(measured), indent=2).encode())
+    if run.own:
+        _keep(kept, measured)
     return measured
 
 
-def measure_latency(path: Path, dense: Path, data: DataConfig, images: int) -> Latency:
-    """Times a checkpoint on a CPU, one test image at a time, beside that of the dense network."""
-    small, whole = _loaded(path), _loaded(dense)
+def is_measured(run: Finished) -> bool:
+    """Whether figures of its last checkpoint lie beside it."""
+    return _is_newer(run.checkpoint.with_name(MEASURED_NAME), run.checkpoint)
+
+
+def measure_latency(run: Finished, dense: Path, data: DataConfig, images: int) -> Latency:
+    """Times a run's model on a CPU, one test image at a time, beside the dense network.
+
+    Once, as long as neither model changes, for so many images and threads.
+    """
+    kept = run.checkpoint.with_name(LATENCY_NAME)
+    if _is_newer(kept, run.model) and _is_newer(kept, dense):
+        latency = _read(kept, Latency)
+        if (latency.images, latency.threads) == (images, torch.get_num_threads()):
+            return latency
+    small, whole = _loaded(run.model), _loaded(dense)
     test = open_data(dataclasses.replace(data, holdout=0), batch_size=1, info=small.info)
     x_BCHW, _ = next(iter(test.evaluation))
-    return bench_latency(small.model, whole.model, x_BCHW[:images])
+    latency = bench_latency(small.model, whole.model, x_BCHW[:images])
+    if run.own:
+        _keep(kept, latency)
+    return latency
 
 
 def _loaded(path: Path) -> Checkpoint:
@@ -120,20 +161,27 @@ def _with_exits(loaded: Checkpoint, share: float, path: Path, data: DataConfig) 
     return loaded
 
 
-def _prune_seconds(row: Row, seed: int, out: Path) -> float | None:
+def _prune_seconds(run: Finished) -> float | None:
     """Runs that came before the last one, and what removing channels took it."""
-    *before, last = row.steps
-    trained = [read_metrics(out / run_name(s.name, seed) / METRICS_NAME) for s in before]
+    trained = [read_metrics(folder / METRICS_NAME) for folder in run.before]
     seconds = sum(line.get("seconds", 0.0) for lines in trained for line in lines)
-    found = out / run_name(last.name, seed) / PRUNING_NAME
-    if not before and not found.exists():
+    found = run.checkpoint.with_name(PRUNING_NAME)
+    if not run.before and not found.exists():
         return None
     chosen = json.loads(found.read_text(encoding="utf-8"))["seconds"] if found.exists() else 0.0
     return seconds + chosen
 
 
-def _read(path: Path) -> Measured:
+def _is_newer(path: Path, than: Path) -> bool:
+    return path.exists() and path.stat().st_mtime_ns > than.stat().st_mtime_ns
+
+
+def _keep(path: Path, figures: Kept) -> None:
+    write_atomically(path, json.dumps(dataclasses.asdict(figures), indent=2).encode())
+
+
+def _read(path: Path, kind: type[Kept]) -> Kept:
     try:
-        return from_plain(json.loads(path.read_text(encoding="utf-8")), Measured)
+        return from_plain(json.loads(path.read_text(encoding="utf-8")), kind)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is damaged: remove it, and compare again") from error

@@ -24,11 +24,17 @@ from deepmoe.errors import UserError
 from deepmoe.graph import prunable
 from deepmoe.registry import model_from_config
 from deepmoe.sweep.grid import LESSONS
+from deepmoe.training.lessons import only_lessons
 
 DISTILLATION = 0.9  # share of the loss that compares with teachers, if nothing else is said
 # What a network's own training leaves to the methods: which channels run, and what is learnt from.
 _OF_TRAINING = ("start", "prune", "prune_widths", "prune_by", "prune_tilt", "target_macs", "codes")
 _OF_LOSS = ("sparsity", "norm_sparsity", "balance")
+# What --set says of these is how to retrain; a preset's start is trained as the preset says.
+_OF_SCHEDULE = (
+    *("epochs", "batch_size", "lr", "schedule", "milestones", "lr_decay", "warmup"),
+    *("momentum", "nesterov", "weight_decay"),
+)
 _OWNED = {
     *(f"train.{name}" for name in _OF_TRAINING),
     *(f"loss.{name}" for name in _OF_LOSS),
@@ -62,9 +68,10 @@ def open_comparison(
         seeds: of the runs.
         setting: of `li`: a network of the paper, whose widths take the place of shares.
         published: also retrain as each method's authors do.
-        teachers: checkpoints to learn from.
+        teachers: checkpoints to learn from, or one file of lessons.
         teacher_preset: or how to train some, one a seed.
-        overrides: of the retraining, such as `train.epochs=10`, and of the data.
+        overrides: of the retraining, such as `train.epochs=10`, and of the data. A preset's start
+            keeps the preset's schedule and loss.
         network: what makes the network, where it is not of the zoo.
 
     Raises:
@@ -99,6 +106,7 @@ def open_comparison(
         teacher = dataclasses.replace(_ungated(load_config(teacher_preset)), data=base.data)
     if info.task != "classification":
         raise UserError("compare takes networks that classify images, not segmentation")
+    trained = None if preset is None else _start(before, base)
     return Asked(
         base=base,
         classes=info.classes,
@@ -107,13 +115,19 @@ def open_comparison(
         shares=tuple(shares),
         seeds=tuple(seeds),
         published=published,
-        start=changed(base, NO_TEACHER) if start is None else None,
+        start=trained,
         teacher=teacher,
         widths=None if setting is None else _widths(methods, setting, base, info),
         setting=setting,
-        start_epochs=(base if start is None else own).train.epochs,
+        start_epochs=own.train.epochs,
         teacher_checkpoints=tuple(paths),
     )
+
+
+def _start(before: RunConfig, base: RunConfig) -> RunConfig:
+    """How the start is trained: as the preset says, on the same images and device."""
+    schedule = {f"train.{name}": getattr(before.train, name) for name in _OF_SCHEDULE}
+    return changed(dataclasses.replace(base, loss=before.loss), {**NO_TEACHER, **schedule})
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
@@ -135,6 +149,8 @@ def _check_owned(before: RunConfig, after: RunConfig) -> None:
 
 def _check_teachers(paths: Sequence[Path], base: RunConfig, info: DataInfo) -> None:
     """Refuses teachers of other classes, or that know images which are held out here."""
+    if only_lessons([str(path) for path in paths]) is not None:
+        return  # every run looks whether they are of its images
     for path in paths:
         loaded = load_checkpoint(path)
         if loaded.info.class_names != info.class_names:

@@ -1,7 +1,8 @@
 """A comparison from beginning to end: trains what is missing, measures, and fills the table."""
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from deepmoe.comparison.asked import (
     rows_of,
     start_row,
 )
-from deepmoe.comparison.measure import EXITS_NAME, Measured, measure_latency, measure_run
+from deepmoe.comparison.measure import Finished, Measured, measure_latency, measure_run
+from deepmoe.comparison.side_by_side import measure_ahead
 from deepmoe.comparison.table import comparison_table
+from deepmoe.config import DataConfig
 from deepmoe.console import complain
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
@@ -26,6 +29,7 @@ from deepmoe.sweep.grid import run_name
 from deepmoe.sweep.steps import last_checkpoint, resolved
 from deepmoe.training import fit
 from deepmoe.training.fit import as_pruned, changed_keys
+from deepmoe.training.lessons import is_lessons
 
 INPUTS_NAME = "inputs.json"  # what the runs of a folder start and learn from
 
@@ -53,6 +57,7 @@ def run_comparison(
     jobs: int = 1,
     ray: str | None = None,
     latency_images: int = 0,
+    train: bool = True,
     quiet: bool = False,
 ) -> Comparison:
     """Trains all runs that are not finished, and measures what they have left.
@@ -64,26 +69,28 @@ def run_comparison(
         jobs: runs side by side.
         ray: address of a Ray cluster that trains them, in place of this machine.
         latency_images: test images to time on the CPU, one at a time; 0 for none.
+        train: whether to; if not, the table is of what is finished.
         quiet: show no progress.
     """
     rows, out = rows_of(asked), Path(out)
     grid = comparison_grid(asked, rows, jobs)
     _check_settings(grid, out)
     _check_inputs(asked, out)
-    if len(rows) * len(asked.seeds) == 1 and ray is None and asked.teacher is None:
+    if not train:
+        complete = all(_is_finished(last_checkpoint(out, run.name)) for run in grid.runs)
+    elif len(rows) * len(asked.seeds) == 1 and ray is None and asked.teacher is None:
         _train_here(grid, out, quiet)
         complete = True
     else:
         complete = sweep(grid, out, out / RESULTS_NAME, command=command, jobs=jobs, ray=ray)
     rows = [start_row(asked), *rows]
-    measured = {row.name: _measured(row, asked, out) for row in rows}
+    finished = {row.name: _finished(row, asked, out) for row in rows}
+    measure_ahead([run for runs in finished.values() for run in runs], asked.base.data, jobs)
+    measured = {name: _measured(runs, asked.base.data) for name, runs in finished.items()}
     complete = complete and all(measured.values())
-    latencies = _latencies(rows, asked, out, latency_images) if latency_images else {}
-    checkpoints = {
-        row.name: _checkpoint(row, asked, asked.seeds[0], out)
-        for row in rows[1:]
-        if measured[row.name]
-    }
+    left = {name: runs[0] for name, runs in finished.items() if measured[name]}
+    latencies = _latencies(left, asked, latency_images) if latency_images else {}
+    checkpoints = {name: run.model for name, run in left.items() if name != START}
     return Comparison(comparison_table(rows, measured, latencies), checkpoints, complete)
 
 
@@ -106,13 +113,20 @@ def _check_inputs(asked: Asked, out: Path) -> None:
     given = asked.base.train.start
     inputs = {
         "start": None if given is None else read_checksum(given),
-        "teachers": [read_checksum(path) for path in asked.teacher_checkpoints],
+        "teachers": [_checksum(path) for path in asked.teacher_checkpoints],
     }
     noted = out / INPUTS_NAME
     if noted.exists() and json.loads(noted.read_text(encoding="utf-8")) != inputs:
         raise UserError(f"{out} holds a comparison of another start or teacher: give another --out")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(noted, json.dumps(inputs).encode())
+
+
+def _checksum(teacher: Path) -> str:
+    if not is_lessons(str(teacher)):
+        return read_checksum(teacher)
+    with teacher.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def _train_here(grid: Grid, out: Path, quiet: bool) -> None:
@@ -122,25 +136,25 @@ def _train_here(grid: Grid, out: Path, quiet: bool) -> None:
         fit(resolved(run, out), out / run.name, resume=True, quiet=quiet)
 
 
-def _measured(row: Row, asked: Asked, out: Path) -> list[Measured]:
-    paths = dict.fromkeys(_last_of(row, asked, seed, out) for seed in asked.seeds)
-    ended = [path for path in paths if _is_finished(path)]
-    try:
-        return [measure_run(row, path, out, asked.base.data) for path in ended]
-    except UserError as error:  # such as exits that can't be fitted: other rows have theirs
-        complain(f"{row.name}: {error}")
-        return []
-
-
-def _last_of(row: Row, asked: Asked, seed: int, out: Path) -> Path:
-    """The last checkpoint of a row's run; all seeds may start from one that was given."""
+def _finished(row: Row, asked: Asked, out: Path) -> list[Finished]:
+    """The row's last runs that have ended, of all seeds; all may start from one that was given."""
     given = asked.base.train.start if row.name == START else None
-    return last_checkpoint(out, run_name(row.name, seed)) if given is None else Path(given)
+    found: dict[Path, Finished] = {}
+    for seed in asked.seeds:
+        *before, last = [out / run_name(step.name, seed) for step in row.steps]
+        path = last_checkpoint(out, last.name) if given is None else Path(given)
+        if _is_finished(path):
+            exits_for = row.share if row.method.fits_exits else None
+            found[path] = Finished(row.name, path, given is None, exits_for, tuple(before))
+    return list(found.values())
 
 
-def _checkpoint(row: Row, asked: Asked, seed: int, out: Path) -> Path:
-    last = _last_of(row, asked, seed, out)
-    return last.with_name(EXITS_NAME) if row.method.fits_exits else last
+def _measured(runs: Sequence[Finished], data: DataConfig) -> list[Measured]:
+    try:
+        return [measure_run(run, data) for run in runs]
+    except UserError as error:  # such as exits that can't be fitted: other rows have theirs
+        complain(f"{runs[0].row}: {error}")
+        return []
 
 
 def _is_finished(path: Path) -> bool:
@@ -151,13 +165,14 @@ def _is_finished(path: Path) -> bool:
     return state.epoch == config.train.total_epochs
 
 
-def _latencies(rows: Sequence[Row], asked: Asked, out: Path, images: int) -> dict[str, Latency]:
+def _latencies(left: Mapping[str, Finished], asked: Asked, images: int) -> dict[str, Latency]:
     """Of each row's first seed, beside the first row's: the network that all start from."""
-    seed, found = asked.seeds[0], {}
-    dense = _checkpoint(rows[0], asked, seed, out)
-    for row in rows[1:]:
-        checkpoint = _checkpoint(row, asked, seed, out)
-        if checkpoint.exists() and _is_finished(checkpoint):
-            complain(f"{row.name}: timing")
-            found[row.name] = measure_latency(checkpoint, dense, asked.base.data, images)
+    found: dict[str, Latency] = {}
+    if START not in left:
+        return found
+    dense = left[START].checkpoint
+    for name, run in left.items():
+        if name != START:
+            complain(f"{name}: timing")
+            found[name] = measure_latency(run, dense, asked.base.data, images)
     return found

@@ -19,6 +19,7 @@ from deepmoe.costs import count_costs
 from deepmoe.deploy import ExitingNetwork
 from deepmoe.errors import UserError
 from deepmoe.sparse import sparsify
+from deepmoe.training.lessons import teach_from
 
 SETTINGS = (
     "model.gates=none",
@@ -138,6 +139,16 @@ def test_published_schedules_are_rows_of_their_own(preset: Path) -> None:
     assert {run.needs[0] for run in grid.runs if run.needs} == {"start-seed0", "start-seed1"}
 
 
+def test_settings_of_the_schedule_are_of_the_retraining(preset: Path) -> None:
+    methods = [method_named(name) for name in ("li", "thin-long")]
+    asked = open_comparison(
+        methods, shares=(0.5,), preset=str(preset), overrides=["train.epochs=3", "train.lr=0.02"]
+    )
+    assert asked.start is not None
+    assert (asked.start.train.epochs, asked.start.train.lr) == (1, 0.1)
+    assert [row.steps[-1].config.train.epochs for row in rows_of(asked)] == [3, 2]
+
+
 def test_teachers_are_trained_first(preset: Path) -> None:
     asked = open_comparison(
         [method_named("taylor")],
@@ -224,9 +235,9 @@ def test_mistakes_are_told_in_one_sentence_before_any_work(
 
 def test_a_folder_of_other_settings_is_refused(compared: Path, preset: Path) -> None:
     """Also where only the start was trained with them."""
-    options = ("--macs", "0.6", "--out", compared, "--set", "train.epochs=2")
-    for methods in (METHODS, ("li", "he")):
-        result = run(*methods, "--preset", preset, *options)
+    options = ("--macs", "0.6", "--out", compared)
+    for methods, other in ((METHODS, "train.epochs=2"), (("li", "he"), "data.holdout=200")):
+        result = run(*methods, "--preset", preset, *options, "--set", other)
         assert result.exit_code == 2
         assert "was trained with other settings: give another --out" in result.stderr
     assert not (compared / "li_he.json").exists()
@@ -291,3 +302,39 @@ def test_methods_are_listed() -> None:
     assert "Huang and Wang 2018" in run("list").stdout
     listed = json.loads(run("list", "--json").stdout)
     assert {"name", "method", "published by", "chooses channels for"} == set(listed[0])
+
+
+def test_a_table_of_what_is_finished_trains_nothing(compared: Path, preset: Path) -> None:
+    """And measures side by side what has no figures yet, with the same result."""
+    files = sorted(compared.glob("*/*.json"))
+    kept = {path: path.read_text() for path in files if path.name == "measured.json"}
+    for path in kept:
+        path.unlink()
+    options = ("--macs", "0.6", "--out", compared, "--latency-images", 3, "--json")
+    result = run("li", *METHODS, "--preset", preset, *options, "--no-train", "--jobs", 2)
+    assert result.exit_code == 2 and "some rows have no result" in result.stderr
+    rows = json.loads(result.stdout)
+    assert [line["method"] for line in rows] == ["start", *METHODS]
+    assert {path: path.read_text() for path in kept} == kept
+    # Latencies are those that were measured before.
+    timed = json.loads((compared / "slimming-60-seed0" / "latency.json").read_text())
+    assert rows[1]["latency_ratio"] == timed["ms"] / timed["dense_ms"]
+    assert (compared / "slimming-60-seed0" / "latency.json") in files
+    assert not (compared / "li-60-seed0").exists()
+
+
+def test_lessons_are_teachers(compared: Path, tmp_path: Path) -> None:
+    """A folder whose runs learnt from other lessons is refused."""
+    start = compared / "start-seed0" / "last.safetensors"
+    asked = []
+    for views in (1, 2):
+        lessons = tmp_path / f"lessons{views}.safetensors"
+        teach_from([start], views, lessons)
+        asked.append(
+            open_comparison([method_named("li")], shares=[0.7], start=start, teachers=[lessons])
+        )
+    assert rows_of(asked[0])[0].steps[-1].config.loss.distillation == 0.9
+    found = run_comparison(asked[0], tmp_path / "out", command="mine")
+    assert found.complete
+    with pytest.raises(UserError, match="another start or teacher"):
+        run_comparison(asked[1], tmp_path / "out", command="mine")
