@@ -254,6 +254,7 @@ class Opened(NamedTuple):
     data: "DataSource"
     device: "torch.device"
     precision: str
+    name_of_data: str
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What the model runs under."""
@@ -286,4 +287,5 @@ def open_checkpoint(checkpoint: Path, overrides: tuple[str, ...], network: str |
     batch_size = config.train.batch_size
     data = open_data(config.data, batch_size=batch_size, device=device, info=loaded.info)
     loaded.model.to(device)
-    return Opened(loaded, data, device, choose_precision(config.train.precision, device))
+    precision = choose_precision(config.train.precision, device)
+    return Opened(loaded, data, device, precision, config.data.name)
