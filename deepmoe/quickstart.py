@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from deepmoe.analysis import Contender, Subject, write_report
+from deepmoe.analysis.names import readable_data
 from deepmoe.config import RunConfig
 from deepmoe.errors import UserError
 from deepmoe.evaluation.findings import examine
@@ -46,7 +47,7 @@ def train_with_twin(
     dense, gated = contenders
     subject = Subject(
         name=config.model.name,
-        data=config.data.name,
+        data=readable_data(config.data),
         checkpoint=result.checkpoint.name,
         config=config,
         metrics=gated.metrics,

@@ -80,7 +80,7 @@ def shuffling_plot(shuffling: Shuffling) -> Figure:
     """Accuracy of each class under its own gates and under those of others."""
     classes = [shuffling.of_class(name) for name in shuffling.class_names]
     classes = sorted((c for c in classes if c.images), key=lambda c: -(c.shuffled or 0))
-    figure, axes = new_figure(8, 3.2)
+    figure, axes = new_figure(max(7, 0.11 * len(classes)), 3.2)
     places = np.arange(len(classes))
     series = [("own gates", [c.own for c in classes], "black", "_")]
     if shuffling.groups is None:
@@ -105,7 +105,7 @@ def class_shuffling_plot(shuffling: Shuffling, name: str) -> Figure:
     order = [i for i in np.argsort(-np.nan_to_num(accuracy, nan=-1.0)) if not np.isnan(accuracy[i])]
     groups = shuffling.groups
     alike = [groups is not None and groups[i] == groups[row] for i in order]
-    figure, axes = new_figure(9, 3.2)
+    figure, axes = new_figure(max(7, 0.11 * len(order)), 3.2)
     colours = [CONTRAST if same else PALE if groups else ACCENT for same in alike]
     axes.bar(np.arange(len(order)), accuracy[order], color=colours, width=0.85)
     own = shuffling.of_class(name).own
@@ -142,10 +142,10 @@ def memory_plot(memory: Memory) -> Figure:
 
 
 def _heatmap(table: np.ndarray, rows: Sequence[str], columns: Sequence[str], label: str) -> Figure:
-    width, height = min(14, 3.2 + 0.3 * len(columns)), min(13, 1.9 + 0.2 * len(rows))
+    width, height = min(12, 3.2 + 0.3 * len(columns)), min(10, max(2.8, 1.9 + 0.2 * len(rows)))
     figure, axes = new_figure(max(6, width), height)
     image = axes.imshow(table, aspect="auto", vmin=0, vmax=100, cmap="viridis")
-    figure.colorbar(image, label=label)
+    figure.colorbar(image, label=label, pad=0.02, aspect=25, shrink=min(1.0, 3.5 / height))
     _label(axes.set_xticks, columns, rotation=90)
     _label(axes.set_yticks, rows)
     return figure
@@ -154,6 +154,6 @@ def _heatmap(table: np.ndarray, rows: Sequence[str], columns: Sequence[str], lab
 def _label(setter: Any, names: Sequence[str], **style: Any) -> None:
     """Names at a plot's axis: all of them, or every so manieth where there are too many."""
     step = -(-len(names) // (2 * MOST_LABELS))
-    size = 8 if len(names) <= MOST_LABELS // 2 else 6
+    size = 8 if len(names) <= MOST_LABELS else 6
     shown = range(0, len(names), step)
     setter(list(shown), [in_plot(names[i]) for i in shown], fontsize=size, **style)

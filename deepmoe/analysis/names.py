@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
+from deepmoe.config import DataConfig
 from deepmoe.console import printable
 
 MOST_CHARACTERS = 28  # of a name in a plot
@@ -15,6 +17,12 @@ def readable_layers(names: Sequence[str]) -> list[str]:
     if names and all(_SEQUENTIAL.fullmatch(name) for name in names):
         return [f"conv {number}" for number in range(1, len(names) + 1)]
     return [_readable(name) for name in names]
+
+
+def readable_data(config: DataConfig) -> str:
+    """What a data set is called: by its name, or its folder's where the name says a layout only."""
+    layouts = ("image-folder", "segmentation-pairs")
+    return Path(config.root).stem or config.name if config.name in layouts else config.name
 
 
 def _readable(name: str) -> str:

@@ -24,7 +24,7 @@ def check_page(path: Path) -> None:
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder: --out takes a file, such as report.html")
-    if path.is_file() and MARK not in path.read_bytes()[:2000]:
+    if path.exists() and not (path.is_file() and MARK in path.read_bytes()[:2000]):
         raise UserError(
             f"{path} is there already, and no report of deepmoe's: choose another --out"
         )
@@ -63,7 +63,7 @@ def write_analysis(
     Returns:
         The names of the files.
     """
-    sections = all_sections(found, subject)
+    sections = all_sections(found, subject, deep=True)
     files = {**_plots(sections), **_images(found)}
     files[VALUES_NAME] = (json.dumps(values, indent=2) + "\n").encode()
     files[PAGE_NAME] = render_page(found, subject, sections)

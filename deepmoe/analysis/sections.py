@@ -113,17 +113,23 @@ def tiles(found: Findings) -> list[tuple[str, str]]:
     return shown
 
 
-def all_sections(found: Findings, subject: Subject) -> list[Section]:
-    """Everything that was found out, in the order of a reader."""
+def all_sections(found: Findings, subject: Subject, *, deep: bool = False) -> list[Section]:
+    """What was found out, in the order of a reader.
+
+    Args:
+        found: of the model.
+        subject: what it is.
+        deep: whether to tell of every layer, too.
+    """
     made = [
         _accuracy(found, subject),
-        _classes_of_pixels(found),
         _costs(found),
         _pictures(found),
+        _classes_of_pixels(found),
         _exits(found),
         _routes(found),
         _experts(found),
-        _layers(found),
+        _layers(found) if deep else None,
         _shuffling(found),
         _class_shuffling(found),
         _memory(found),
@@ -180,7 +186,8 @@ def _costs(found: Findings) -> Section | None:
 
 
 def _pictures(found: Findings) -> Section:
-    groups = {"The cheapest": found.cheapest, "The dearest": found.dearest}
+    few = "" if found.record.labels is None else ", a few of each class"
+    groups = {f"The cheapest{few}": found.cheapest, f"The dearest{few}": found.dearest}
     same = bool(len(found.record)) and found.record.macs.min() == found.record.macs.max()
     text = []
     if found.routes is not None and not same:
@@ -338,11 +345,11 @@ def _memory(found: Findings) -> Section | None:
     memory = found.memory
     if memory is None:
         return None
-    header = ("kept", "what it is", "parameters", "weights", "file", "peak")
+    header = ("kept", "parameters", "weights", "file", "peak")
     rows = []
     for v in memory.variants:
         sizes = map(file_size, (v.weight_bytes, v.file_bytes, v.peak_bytes))
-        rows.append((v.name, v.meaning, f"{v.parameters:,}", *sizes))
+        rows.append((f"{v.name}: {v.meaning}", f"{v.parameters:,}", *sizes))
     counted = "what PyTorch's allocator counts" if memory.device == "cuda" else "tensors alive"
     text = [
         "The file is a safetensors file of the weights. The peak is the weights and the most that "

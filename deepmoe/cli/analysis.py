@@ -154,6 +154,7 @@ def _examined(
 ) -> "tuple[Findings, Subject, Opened]":
     """What there is to find out about a checkpoint, and what it is."""
     from deepmoe.analysis import Subject
+    from deepmoe.analysis.names import readable_data
     from deepmoe.evaluation.findings import examine
     from deepmoe.training.log import METRICS_NAME, read_metrics
 
@@ -167,7 +168,7 @@ def _examined(
         found = examine(loaded.model, data, asked)
     subject = Subject(
         name=loaded.config.model.name,
-        data=opened.name_of_data,
+        data=readable_data(opened.data_config),
         checkpoint=checkpoint.name,
         config=loaded.config,
         metrics=read_metrics(checkpoint.parent / METRICS_NAME),

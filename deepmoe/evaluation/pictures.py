@@ -1,5 +1,6 @@
 """Images as pictures, with what they ran."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,22 +52,32 @@ class Picture:
         return {**values, "score": None if np.isnan(self.score) else self.score}
 
 
-def by_cost(record: GateRecord, count: int) -> tuple[np.ndarray, np.ndarray]:
+def by_cost(record: GateRecord, count: int) -> tuple[list[int], list[int]]:
     """Numbers of the cheapest images and of the dearest, that one first; none in both.
 
-    Many may cost the same: then one of each class comes before a second of any.
+    Of each class there are two at most, where there are enough classes: images of one class often
+    take the same route.
     """
-    labels = np.zeros(len(record), int) if record.labels is None else record.labels
-    order = np.lexsort((labels, record.macs))
-    kinds = np.stack([record.macs[order], labels[order]])
-    first = np.concatenate([[True], (kinds[:, 1:] != kinds[:, :-1]).any(axis=0)])
-    places = np.arange(len(record))
-    turn = np.empty_like(places)  # an image's place among those of its class that cost the same
-    turn[order] = places - np.maximum.accumulate(np.where(first, places, 0))
-    count = min(count, len(record) // 2)
-    cheapest = np.lexsort((turn, record.macs))[:count]
-    dearest = np.lexsort((turn, -record.macs))
-    return cheapest, dearest[~np.isin(dearest, cheapest)][:count]
+    order = np.argsort(record.macs, kind="stable").tolist()
+    count = min(count, len(order) // 2) or len(order)
+    cheapest = _mixed(order, record.labels, count)
+    rest = [number for number in reversed(order) if number not in set(cheapest)]
+    return cheapest, _mixed(rest, record.labels, count)
+
+
+def _mixed(numbers: list[int], labels: np.ndarray | None, count: int) -> list[int]:
+    """The first so many, without a third of any class if others are there."""
+    if labels is None:
+        return numbers[:count]
+    most = max(2, -(-count // len(np.unique(labels))))
+    chosen: list[int] = []
+    seen: Counter[int] = Counter()
+    for number in numbers:
+        label = int(labels[number])
+        if len(chosen) < count and seen[label] < most:
+            chosen.append(number)
+            seen[label] += 1
+    return chosen
 
 
 @torch.inference_mode()
