@@ -194,7 +194,7 @@ def _pictures(found: Findings) -> Section:
         text = ["Small bars: share of the channels that ran, layer by layer."]
     if same:
         return Section("Some images", ["All of them cost the same."], pictures={"": found.cheapest})
-    return Section("Cheap and dear images", text, pictures=groups)
+    return Section("The cheapest and dearest images", text, pictures=groups)
 
 
 def _exits(found: Findings) -> Section | None:
@@ -256,10 +256,13 @@ def route_sentence(found: Findings) -> str:
     assert routes is not None
     if routes.distinct == 1:
         return f"All {routes.images:,} images take the same route: the same channels run for each."
+    if routes.distinct == routes.images:
+        return f"{routes.images:,} images take {routes.images:,} routes: each has one of its own."
     common = routes.counts[0]
+    once = {0: "none is taken", 1: "one is taken"}.get(routes.alone, f"{routes.alone:,} are taken")
     return (
         f"{routes.images:,} images take {routes.distinct:,} routes. The commonest is that of "
-        f"{common:,} images ({common / routes.images:.0%}); {routes.alone:,} routes are taken once."
+        f"{common:,} images ({common / routes.images:.0%}); {once} only once."
     )
 
 

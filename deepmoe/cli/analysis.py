@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def report(
         return
     _tell(found, subject)
     say(f"report: {path}")
-    say(f"in depth: deepmoe analyze {checkpoint}{as_typed(overrides)}")
+    say(f"in depth: {_command('analyze', checkpoint, overrides, network)}")
 
 
 @click.command()
@@ -142,7 +143,14 @@ def analyze(
     for note in found.notes:
         say(note)
     say(f"analysis: {folder / PAGE_NAME}, and {len(files) - 1} other files")
-    say(f"to show it to others: deepmoe report {checkpoint}{as_typed(overrides)}")
+    say(f"to show it to others: {_command('report', checkpoint, overrides, network)}")
+
+
+def _command(verb: str, checkpoint: Path, overrides: tuple[str, ...], network: str | None) -> str:
+    """Another verb for the same checkpoint, as it is to be typed."""
+    settings = [word for item in overrides for word in ("--set", item)]
+    made_by = [] if network is None else ["--network", network]
+    return shlex.join(["deepmoe", verb, str(checkpoint), *settings, *made_by])
 
 
 def _examined(
@@ -172,12 +180,25 @@ def _examined(
         checkpoint=checkpoint.name,
         config=loaded.config,
         metrics=read_metrics(checkpoint.parent / METRICS_NAME),
-        beside=tuple(_contender(path, other, asked.images) for path, other in others),
+        beside=tuple(
+            _contender(name, other, asked.images)
+            for name, (_, other) in zip(_names(beside), others, strict=True)
+        ),
     )
     return found, subject, opened
 
 
-def _contender(path: Path, opened: Opened, images: int | None) -> "Contender":
+def _names(paths: tuple[Path, ...]) -> list[str]:
+    """What checkpoints are called: by their run, or their file; in full where two are alike."""
+    from deepmoe.checkpoint import BEST_NAME, LAST_NAME
+
+    short = [p.parent.name if p.name in (BEST_NAME, LAST_NAME) else p.stem for p in paths]
+    return [
+        name if short.count(name) == 1 else str(p) for name, p in zip(short, paths, strict=True)
+    ]
+
+
+def _contender(name: str, opened: Opened, images: int | None) -> "Contender":
     from deepmoe.analysis import Contender
     from deepmoe.evaluation import evaluate_on
     from deepmoe.evaluation.batches import EvenlySpread
@@ -186,7 +207,6 @@ def _contender(path: Path, opened: Opened, images: int | None) -> "Contender":
     batches = data if images is None else EvenlySpread(data, images)
     with opened.autocast():
         result = evaluate_on(opened.checkpoint.model, opened.data.info, batches)
-    name = f"{path.parent.name}/{path.stem}" if path.parent.name else path.stem
     return Contender(f"{opened.checkpoint.config.model.name} ({name})", result)
 
 
