@@ -61,9 +61,7 @@ def check_writable(path: Path) -> None:
         UserError: where a folder on the way is a file, or closed to this process.
     """
     try:
-        there = next(
-            parent for parent in (path.absolute(), *path.absolute().parents)[1:] if parent.exists()
-        )
+        there = next(parent for parent in path.absolute().parents if parent.exists())
         if not there.is_dir():
             raise UserError(f"cannot write {path}: {there} is no folder")
         if not os.access(there, os.W_OK | os.X_OK):

@@ -270,6 +270,11 @@ def test_an_analysis_is_written_whole_or_not_at_all(gated: Path, tmp_path: Path)
     out = tmp_path / "out"
     assert deepmoe("analyze", gated, "--out", out, "--shuffle", "0", *QUICK).exit_code == 0
     files = {path: path.read_bytes() for path in out.iterdir()}
+    again = deepmoe("analyze", gated, "--out", out, "--shuffle", "5", "--draws", "1", *QUICK)
+    assert again.exit_code == 0 and (out / "shuffling_by_pair.png").exists()
+    assert deepmoe("analyze", gated, "--out", out, "--shuffle", "0", *QUICK).exit_code == 0
+    assert {path.name for path in out.iterdir()} == {path.name for path in files}  # no old plots
+    files = {path: path.read_bytes() for path in out.iterdir()}
     (out / "layers.png").unlink()
     (out / "layers.png").mkdir()  # can't be replaced by a file
     result = deepmoe("analyze", gated, "--out", out, "--shuffle", "0", "--images", "20")

@@ -15,14 +15,8 @@ from PIL import Image
 import deepmoe
 from deepmoe.analysis.names import readable_layers
 from deepmoe.analysis.plots import as_data_uri, data_uri
-from deepmoe.analysis.sections import (
-    Section,
-    Subject,
-    all_sections,
-    beside_sentence,
-    headline,
-    tiles,
-)
+from deepmoe.analysis.section import Section, Subject
+from deepmoe.analysis.sections import all_sections, beside_sentence, headline, tiles
 from deepmoe.config import config_to_toml
 from deepmoe.console import printable
 from deepmoe.costs import format_macs

@@ -1,13 +1,15 @@
 """Files for people: the report, which is one page, and the analysis, which is a folder."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deepmoe.analysis.page import GENERATOR, mask_png, picture_png, render_page
 from deepmoe.analysis.plots import drawn
-from deepmoe.analysis.sections import Section, Subject, all_sections
+from deepmoe.analysis.section import Section, Subject
+from deepmoe.analysis.sections import all_sections
 from deepmoe.errors import UserError
 from deepmoe.evaluation.findings import Findings
 from deepmoe.files import check_writable, write_atomically, write_together
@@ -65,10 +67,24 @@ def write_analysis(
     """
     sections = all_sections(found, subject, deep=True)
     files = {**_plots(sections), **_images(found)}
+    values = {**values, "files": [*files, PAGE_NAME]}
     files[VALUES_NAME] = (json.dumps(values, indent=2) + "\n").encode()
     files[PAGE_NAME] = render_page(found, subject, sections)
+    before = _written_before(folder)
     write_together(folder, files)
+    for path in before:
+        if path.name not in files:
+            path.unlink(missing_ok=True)
     return list(files)
+
+
+def _written_before(folder: Path) -> list[Path]:
+    """Plots and pictures of an earlier analysis, which a new one does not always replace."""
+    try:
+        names = json.loads((folder / VALUES_NAME).read_bytes())["files"]
+        return [folder / name for name in names if re.fullmatch(r"\w+\.png", name)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
 
 
 def _plots(sections: Sequence[Section]) -> dict[str, bytes]:

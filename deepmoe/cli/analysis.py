@@ -211,12 +211,8 @@ def _contender(name: str, opened: Opened, images: int | None) -> "Contender":
 
 
 def _tell(found: "Findings", subject: "Subject") -> None:
-    from deepmoe.analysis.sections import (
-        beside_sentence,
-        headline,
-        route_sentence,
-        shuffling_sentence,
-    )
+    from deepmoe.analysis.gate_sections import route_sentence, shuffling_sentence
+    from deepmoe.analysis.sections import beside_sentence, headline
 
     say(headline(found, subject))
     beside = beside_sentence(found, subject)
