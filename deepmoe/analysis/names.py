@@ -7,6 +7,7 @@ from pathlib import Path
 from deepmoe.config import DataConfig
 from deepmoe.console import printable
 
+UNITS = ("B", "KB", "MB", "GB")
 MOST_CHARACTERS = 28  # of a name in a plot
 _RESIDUAL = re.compile(r"layer(\d+)\.(\d+)\.conv(\d+)")
 _SEQUENTIAL = re.compile(r"features\.\d+")
@@ -43,8 +44,8 @@ def in_plot(name: str) -> str:
 
 def file_size(count: float) -> str:
     """Bytes for people."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} GB"
+    unit = 0
+    while count >= 1000 and unit < len(UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    digits = 0 if not unit else 2 if count < 10 else 1
+    return f"{count:.{digits}f} {UNITS[unit]}"

@@ -1,5 +1,6 @@
 """The verbs that train."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,7 @@ def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple
 def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overwrite: bool) -> None:
     """Train a small DeepMoE and its dense twin on built-in data, and write a report."""
     from deepmoe.analysis import comparison
+    from deepmoe.checkpoint import LAST_NAME
     from deepmoe.config import load_config
     from deepmoe.quickstart import REPORT_NAME, train_with_twin
 
@@ -105,6 +107,8 @@ def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overw
     )
     print_table(*comparison(contenders))
     say(f"report: {folder / REPORT_NAME}")
+    gated = folder / "deepmoe" / LAST_NAME
+    say(f"in depth: deepmoe analyze {shlex.quote(str(gated))}")
 
 
 def _check_choice(resume: bool, overwrite: bool) -> None:

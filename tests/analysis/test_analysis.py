@@ -7,7 +7,7 @@ from torch import nn
 
 from deepmoe.analysis import activity_by_class
 from deepmoe.analysis.gate_plots import gate_heatmap
-from deepmoe.analysis.names import in_plot, readable_layers
+from deepmoe.analysis.names import file_size, in_plot, readable_layers
 from deepmoe.analysis.plots import as_data_uri, loss_curves, macs_histogram
 from deepmoe.config import EmbeddingConfig
 from deepmoe.costs import count_costs, count_macs
@@ -90,7 +90,9 @@ def test_images_that_the_embedding_answers_run_no_channels() -> None:
     assert set(record.macs[~record.exited]) == {count_macs(model, 16)}
 
 
-def test_layers_have_names_that_can_be_read() -> None:
+def test_layers_and_sizes_can_be_read() -> None:
     assert readable_layers(["features.0", "features.7"]) == ["conv 1", "conv 2"]
     assert readable_layers(["conv1", "layer2.0.conv1"]) == ["conv1", "stage 2, block 1, conv 1"]
     assert in_plot("$x^" + "y" * 40) == r"\$x^" + "y" * 22 + "..."
+    sizes = [file_size(n) for n in (12, 1_234, 45_600_000, 2.5e12)]
+    assert sizes == ["12 B", "1.23 KB", "45.6 MB", "2500.0 GB"]
