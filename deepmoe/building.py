@@ -115,7 +115,9 @@ def add_gates(
     if heads.kind == "relu":
         made = GateHeads(looks.dim, gating.widths, **init)
     else:
-        made = NoisyTopKHeads(looks.dim, gating.widths, share=heads.share, **init)
+        made = NoisyTopKHeads(
+            looks.dim, gating.widths, share=heads.share, total=heads.total, **init
+        )
     _move_beside(network, made)
     return _as_model(looks, made, network, gating, source)
 

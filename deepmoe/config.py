@@ -71,6 +71,10 @@ class HeadsConfig:
     kind: HeadsKind = "relu"
     init: str | None = None  # see layers.heads.initialise; None: by kind, and spread under a budget
     share: float = 0.5  # of a layer's channels that noisy top-k and fbs keep
+    # noisy-topk: what a layer's gates sum to, for each image: their number, so that a gate is one
+    # on average, or one, as in the paper. Over hundreds of channels that leaves each too small
+    # for the batch norm behind it.
+    total: Literal["kept", "one"] = "kept"
     # fbs: of the first weights, in units of He's, which are the paper's. Small ones start as the
     # network itself does and choose much the same channels for all images, large ones differ more.
     spread: float = 0.1
@@ -236,7 +240,8 @@ def load_config(preset: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         if "extends" in parent:
             raise UserError(f"preset {preset} extends {base}, which itself extends another preset")
         values = _merge(parent, values)
-    return config_from_dict(_override(values, overrides))
+    # What is written by hand is of the present version, unless it says otherwise.
+    return config_from_dict({"schema": SCHEMA, **_override(values, overrides)})
 
 
 def preset_comment(preset: str | Path) -> str:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from deepmoe.errors import UserError
 
-SCHEMA = 2
+SCHEMA = 3
 """The version that configurations are written in; those without one are of version 1."""
 
 
@@ -46,6 +46,9 @@ def upgraded(values: Mapping[str, Any], *, used: bool = False) -> dict[str, Any]
             f"the configuration has schema {schema}, of a later deepmoe; "
             f"this one reads up to {SCHEMA}"
         )
+    heads = values.get("heads")
+    if schema < 3 and isinstance(heads, Mapping) and heads.get("kind") == "noisy-topk":
+        values["heads"] = {"total": "one", **heads}  # what they were trained with
     for key, removed in REMOVED.items():
         table, _, name = key.partition(".")
         if not isinstance(values.get(table), Mapping) or name not in values[table]:

@@ -352,6 +352,7 @@ def config_of(model: DeepMoE, config: RunConfig | None = None) -> RunConfig:
         known: dict[str, Any] = {
             "kind": heads.kind,
             "share": getattr(heads, "share", config.heads.share),
+            "total": getattr(heads, "total", config.heads.total),
         }
         if isinstance(heads, FeatureHeads):
             known = heads.settings

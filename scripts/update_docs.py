@@ -25,7 +25,7 @@ from benchmark_tables import (
     sparse_table,
     train_speed_table,
 )
-from compare_tables import methods_table, small_table
+from compare_tables import held_out_table, methods_table, published_table, small_table
 from exit_tables import (
     embedding_table,
     field_table,
@@ -101,6 +101,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "cut-four-many": cut_table,
     "compare-methods": methods_table,
     "compare-small": small_table,
+    "compare-published": published_table,
+    "compare-heldout": held_out_table,
     "exit-front": front_table,
     "exit-pairs": pairs_table,
     "exit-saved": saved_table,

@@ -120,7 +120,7 @@ def test_overrides_are_read_as_toml_and_else_as_text() -> None:
         (["embedding.shrink=0"], "embedding.shrink must lie from 1"),
         (["loss.embedding_distillation=0.5"], "embedding_distillation needs a train.teacher"),
         (["loss.embedding_distillation=1.5"], "loss.embedding_distillation must lie from 0 to 1"),
-        (["schema=3"], "schema 3, of a later deepmoe; this one reads up to 2"),
+        (["schema=4"], "schema 4, of a later deepmoe; this one reads up to 3"),
         (["schema=0"], "schema is the version"),
         (["schema=true"], "schema is the version"),
         (["train.lr"], "--set takes key=value"),
@@ -174,9 +174,18 @@ def test_settings_that_are_gone_are_dropped_where_they_asked_for_nothing() -> No
 
 
 def test_a_configuration_carries_its_version(tmp_path) -> None:
-    assert config_to_toml(load_config("quickstart")).startswith("schema = 2\n")
+    assert config_to_toml(load_config("quickstart")).startswith("schema = 3\n")
     first = {"heads": {"group": 1, "revive": 0.0, "kind": "relu"}, "model": {"name": "vgg16"}}
     assert config_from_dict(first) == config_from_dict({"schema": 2, "model": {"name": "vgg16"}})
+
+
+def test_noisy_top_k_of_earlier_versions_keeps_gates_that_sum_to_one() -> None:
+    heads = {"heads": {"kind": "noisy-topk"}}
+    totals = [config_from_dict({**old, **heads}).heads.total for old in ({}, {"schema": 2})]
+    assert totals == ["one", "one"]
+    assert config_from_dict({"schema": 3, **heads}).heads.total == "kept"
+    assert load_config("quickstart", ["heads.kind=noisy-topk"]).heads.total == "kept"
+    assert config_from_dict({"schema": 2, "heads": {"kind": "relu"}}) == config_from_dict({})
 
 
 def test_what_is_only_used_may_have_been_trained_with_what_is_gone() -> None:

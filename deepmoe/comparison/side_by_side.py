@@ -37,6 +37,8 @@ def measure_ahead(runs: Sequence[Finished], data: DataConfig, jobs: int) -> None
         process = subprocess.Popen(
             [sys.executable, "-c", _MEASURE],
             stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # whatever goes wrong, the caller meets it too, and tells
             env={**os.environ, "OMP_NUM_THREADS": threads()},
         )
         assert process.stdin is not None

@@ -62,7 +62,7 @@ def _heads(model: DeepMoE, widths: Sequence[int], rows: Tensor) -> Heads:
     if isinstance(heads, GateHeads):
         made = GateHeads(heads.weight.shape[1], widths)
     elif isinstance(heads, NoisyTopKHeads):
-        made = NoisyTopKHeads(heads.weight.shape[1], widths, share=heads.share)
+        made = NoisyTopKHeads(heads.weight.shape[1], widths, share=heads.share, total=heads.total)
         # As many as before: those that are gone were never among them.
         made.kept = [min(kept, width) for kept, width in zip(heads.kept, widths, strict=True)]
     else:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -65,19 +66,28 @@ class NoisyTopKHeads(nn.Module):
     """Noisy top-k gating (Shazeer et al. 2017), one head a layer, as an alternative to ReLU.
 
     H = W e + N(0, 1) * softplus(W_noise e) in training, H = W e in evaluation; the k largest
-    entries of each layer go through a softmax, all others are zero.
+    entries of each layer go through a softmax, all others are zero. There a layer's gates sum to
+    one; here, unless `total` says so, to k: a channel is one of hundreds, and batch norm could not
+    tell what is left of it from nothing.
 
     Args:
         dim: number of mixture weights.
         widths: gates of each gated group of channels.
         share: share of each layer's channels that is kept; at least one is.
         init: of W, as in `GateHeads`; `ones` and `split` would tie channels, and are refused.
+        total: what a layer's gates sum to: `kept`, their number, or `one`.
     """
 
     kind = "noisy-topk"
 
     def __init__(
-        self, dim: int, widths: Sequence[int], *, share: float = 0.5, init: str = "normal(0, 1)"
+        self,
+        dim: int,
+        widths: Sequence[int],
+        *,
+        share: float = 0.5,
+        init: str = "normal(0, 1)",
+        total: Literal["kept", "one"] = "kept",
     ) -> None:
         super().__init__()
         if init.strip() == "ones" or init.strip().startswith("split"):
@@ -88,6 +98,7 @@ class NoisyTopKHeads(nn.Module):
             )
         self.widths = list(widths)
         self.share = share
+        self.total = total
         self.kept = kept_of(share, widths)
         self.weight = nn.Parameter(torch.empty(sum(widths), dim))
         self.noise_weight = nn.Parameter(torch.zeros(sum(widths), dim))
@@ -99,7 +110,9 @@ class NoisyTopKHeads(nn.Module):
         if self.training:
             h = h + torch.randn_like(h) * F.softplus(project(e_BD, self.noise_weight))
         layers = zip(h.split(self.widths, dim=1), self.kept, strict=True)
-        return tuple(_softmax_of_top(h_BC, k) for h_BC, k in layers)
+        return tuple(
+            _softmax_of_top(h_BC, k) * (k if self.total == "kept" else 1) for h_BC, k in layers
+        )
 
     def concatenated(self, e_BD: Tensor) -> Tensor:
         """The gates of all layers as one tensor."""

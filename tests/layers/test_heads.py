@@ -90,11 +90,14 @@ def test_gates_are_computed_in_full_precision_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_noisy_top_k_keeps_a_share_that_sums_to_one(training: bool) -> None:
-    heads = NoisyTopKHeads(5, [8, 6, 1], share=0.5).train(training)
+@pytest.mark.parametrize("total", ["kept", "one"])
+def test_noisy_top_k_keeps_a_share_of_channels(training: bool, total: str) -> None:
+    """Their gates are one on average, or sum to one."""
+    heads = NoisyTopKHeads(5, [8, 6, 1], share=0.5, total=total).train(training)
     for gate, kept in zip(heads(simplex(9, 5)), [4, 3, 1], strict=True):
         assert ((gate != 0).sum(dim=1) == kept).all()
-        torch.testing.assert_close(gate.sum(dim=1), torch.ones(9))
+        expected = torch.full((9,), float(kept if total == "kept" else 1))
+        torch.testing.assert_close(gate.sum(dim=1), expected)
 
 
 def test_noisy_top_k_keeps_the_largest_and_is_noisy_in_training_only() -> None:
