@@ -21,11 +21,10 @@ from deepmoe.comparison.table import comparison_table
 from deepmoe.console import complain
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
-from deepmoe.sweep import RESULTS_NAME, Grid, read_results, sweep
+from deepmoe.sweep import RESULTS_NAME, Grid, check_settings, sweep
 from deepmoe.sweep.grid import run_name
 from deepmoe.sweep.steps import last_checkpoint, resolved
 from deepmoe.training import fit
-from deepmoe.training.fit import as_pruned, changed_keys
 
 INPUTS_NAME = "inputs.json"  # what the runs of a folder start and learn from
 
@@ -68,7 +67,7 @@ def run_comparison(
     """
     rows, out = rows_of(asked), Path(out)
     grid = comparison_grid(asked, rows, jobs)
-    _check_settings(grid, out)
+    check_settings(grid, out, out / RESULTS_NAME)
     _check_inputs(asked, out)
     if len(rows) * len(asked.seeds) == 1 and ray is None and asked.teacher is None:
         _train_here(grid, out, quiet)
@@ -85,20 +84,6 @@ def run_comparison(
         if measured[row.name]
     }
     return Comparison(comparison_table(rows, measured, latencies), checkpoints, complete)
-
-
-def _check_settings(grid: Grid, out: Path) -> None:
-    """Refuses a folder that holds a comparison with other settings."""
-    done = read_results(out / RESULTS_NAME)
-    for run in grid.runs:
-        path = last_checkpoint(out, run.name)
-        other = run.name in done and not done[run.name].is_of(run)
-        if path.exists():
-            other |= bool(changed_keys(read_progress(path)[0], as_pruned(run.config, path)))
-        if other:
-            raise UserError(
-                f"{out} holds a {run.name} that was trained with other settings: give another --out"
-            )
 
 
 def _check_inputs(asked: Asked, out: Path) -> None:
