@@ -12,6 +12,7 @@ from cifar_files import PIXELS, write_binary, write_python
 from deepmoe.config import DataConfig
 from deepmoe.data import open_data
 from deepmoe.data.cifar import read_cifar
+from deepmoe.data.coarse_groups import coarse_groups
 from deepmoe.errors import UserError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -184,6 +185,11 @@ def test_the_real_cifar100(tmp_path) -> None:
     assert (len(data.train.split), len(data.evaluation.split)) == (50000, 10000)
     assert data.info.classes == 100
     assert data.info.class_names[30] == "dolphin"
+    batch = pickle.loads((tmp_path / "cifar-100-python" / "test").read_bytes())
+    meta = pickle.loads((tmp_path / "cifar-100-python" / "meta").read_bytes())
+    groups = coarse_groups(data.info.class_names)
+    for fine, coarse in zip(batch["fine_labels"], batch["coarse_labels"], strict=True):
+        assert groups[fine] == meta["coarse_label_names"][coarse].replace("_", " ")
     assert data.train.split.labels.bincount().tolist() == [500] * 100
     # the constants that are commonly published for this data set
     assert data.info.mean == pytest.approx((0.5071, 0.4865, 0.4409), abs=5e-5)
