@@ -109,10 +109,10 @@ PAGE = Page(
     ),
     plot=plot,
     notes=(
-        "The paper has a bound, and measures nothing: choosing n of m channels in L layers for each "
-        "image keeps the rank m^(2^L) with probability 1 - C(m, n)^(-L), if choices are random and "
-        "independent. Where a network's routes are few or its patterns have a low rank, they are "
-        "not. n is the mean number of open gates here.",
+        "The paper has a bound, and measures nothing: choosing n of m channels in L layers for "
+        "each image keeps the rank m^(2^L) with probability 1 - C(m, n)^(-L), if choices are "
+        "random and independent. Where a network's routes are few or its patterns have a low "
+        "rank, they are not. n is the mean number of open gates here.",
     ),
     measure=measure,
 )

@@ -38,8 +38,8 @@ PAGE = Page(
     columns=(ERROR, MACS),
     plot=against_macs,
     notes=(
-        "The paper has this as a picture without figures. It says that DeepMoE is more accurate and "
-        "cheaper than the plain widened network, and the more so the wider it is. Ours is brought to "
-        "the MACs of the network before widening.",
+        "The paper has this as a picture without figures. It says that DeepMoE is more accurate "
+        "and cheaper than the plain widened network, and the more so the wider it is. Ours is "
+        "brought to the MACs of the network before widening.",
     ),
 )

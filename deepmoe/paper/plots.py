@@ -16,7 +16,8 @@ def against_macs(made: Made, key: str = "error", title: str = "error, %") -> Fig
     curves = list(dict.fromkeys(line["curve"] or line["row"] for line in made.lines))
     for number, name in enumerate(curves):
         points = [line for line in made.lines if (line["curve"] or line["row"]) == name]
-        style: dict[str, Any] = {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)]}
+        marker = MARKERS[number % len(MARKERS)]
+        style: dict[str, Any] = {"color": f"C{number % 10}", "marker": marker}
         ours = sorted((p["macs"], p[key]) for p in points if key in p)
         axes.plot([x / 1e6 for x, _ in ours], [y for _, y in ours], label=name, **style)
         theirs = sorted(

@@ -1,8 +1,8 @@
 """The recipes that networks of the paper's tables are trained by.
 
-*Literal* is the paper's: gates after every convolution, the class embedding, lambda by hand, then a
-stage with embedding and gates frozen. *Ours* starts from the trained dense network, opens a share of
-its strongest channels, and learns from dense networks: docs/recipe.md.
+*Literal* is the paper's: gates after every convolution, the class embedding, lambda by hand, then
+a stage with embedding and gates frozen. *Ours* starts from the trained dense network, opens a share
+of its strongest channels, and learns from dense networks: docs/recipe.md.
 """
 
 from typing import Any

@@ -1,10 +1,13 @@
 """From names to tables: trains what is missing, measures, and writes table, plot and JSON."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from deepmoe.console import complain
 from deepmoe.devices import choose_device
@@ -94,7 +97,8 @@ class Workshop:
         """Trains what has no result yet; thin networks in this process, unless several at once."""
         grid = self.plan.grid(jobs)
         here = self.scale.thin and jobs == 1 and ray is None
-        sweep(grid, self.runs, self.results, command=command, jobs=jobs, ray=ray, here=here)
+        with _one_thread() if here else nullcontext():
+            sweep(grid, self.runs, self.results, command=command, jobs=jobs, ray=ray, here=here)
 
     def finish(self, name: str, *, command: str) -> Finished:
         """Measures what a page's runs have left, and writes its table, plot and JSON."""
@@ -164,6 +168,17 @@ class Workshop:
         drawn = io.BytesIO()
         finished.page.plot(made).savefig(drawn, format="png", dpi=120)
         write_atomically(finished.path.with_suffix(".png"), drawn.getvalue())
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thin networks are so small that threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def as_markdown(values: dict[str, Any]) -> str:

@@ -53,6 +53,7 @@ _TINY: Settings = {
     "train.epochs": 1,
     "train.finetune_epochs": 1,
     "train.batch_size": 32,
+    "train.lr": 0.01,
     "train.device": "cpu",
 }
 _SMOKE: dict[str, Settings] = {

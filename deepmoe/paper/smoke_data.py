@@ -10,7 +10,7 @@ from deepmoe.data.coarse_groups import CIFAR100
 from deepmoe.data.digits import read_digits
 
 SIDE = 32
-CIFAR_FILE = {"cifar10": 40, "cifar100": 200}  # images of a training file; of tests, 100
+CIFAR_FILE = {"cifar10": 20, "cifar100": 100}  # images of a training file; of tests, 100
 TEST_IMAGES = 100
 FOLDER_IMAGES = {"train": 8, "val": 3}  # of a class
 PAIRS = {"train": 12, "test": 3}

@@ -70,9 +70,9 @@ PAGE = Page(
     ),
     plot=plot,
     notes=(
-        "The paper has no such figures. Masked is the gated network with all its channels, narrowed "
-        "the same without those that no test image uses, and a codebook is a small network for "
-        "each of its routes.",
+        "The paper has no such figures. Masked is the gated network with all its channels, "
+        "narrowed the same without those that no test image uses, and a codebook is a small "
+        "network for each of its routes.",
     ),
     measure=measure,
 )
