@@ -171,8 +171,8 @@ def _list(as_json: bool) -> None:
             for page in PAGES.values()
         ],
     )
-    say("Times are estimates for one H200 (smoke: two cores of a CPU), alone on it. Data is looked")
-    say("for in data/, or where --set data.root=PATH says; the smoke scale makes up its own.")
+    say("Times are estimates for one H200 with --jobs 5; smoke: for a CPU, one core of it.")
+    say("Data is looked for in data, or where --set data.root=PATH says; smoke makes up its own.")
     for source in SOURCES.values():
         say(f"{source.title}: {source.layout}")
     say("next: deepmoe paper all --scale smoke")

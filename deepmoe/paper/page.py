@@ -42,7 +42,7 @@ class Column:
     Attributes:
         key: in rows and in the paper's figures.
         title: for people.
-        unit: `%`, `MACs`, `count` or `bytes`.
+        unit: `%`, `points`, `MACs`, `count` or `bytes`.
         compared: whether the difference from the paper's figure is shown.
     """
 

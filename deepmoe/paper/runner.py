@@ -119,6 +119,7 @@ class Workshop:
             "scale": self.scale.name,
             "shortened": self._shortened(page),
             "notes": list(page.notes),
+            "trained_on": sorted({result.line["hardware"] for result in done.values()}),
             "tables": [asdict(table) for table in tables],
             "rows": list(lines),
             "measured": measured,

@@ -52,7 +52,7 @@ _TINY: Settings = {
     "data.workers": 0,
     "train.epochs": 1,
     "train.finetune_epochs": 1,
-    "train.batch_size": 32,
+    "train.batch_size": 50,
     "train.lr": 0.01,
     "train.device": "cpu",
 }

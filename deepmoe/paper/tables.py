@@ -75,6 +75,8 @@ def _cell(value: float | None, unit: str) -> str:
         return NONE
     if unit == "%":
         return f"{value:.2f} %"
+    if unit == "points":
+        return f"{value:.2f}"
     if unit == "MACs":
         return format_macs(value)
     if unit == "bytes":
