@@ -60,6 +60,8 @@ def paper(
     pages = list(PAGES.values()) if every else [page_named(n) for n in dict.fromkeys(names)]
     asked = scale_named(scale)
     numbers = None if seeds is None else tuple(dict.fromkeys(parse_numbers("--seeds", seeds, int)))
+    if numbers is not None and min(numbers) < 0:
+        raise UserError(f"--seeds are whole numbers from 0 on, not {seeds}")
     workshop = Workshop(
         pages,
         asked,

@@ -1,14 +1,14 @@
 """Segmentation: DRN-A-50, wide, and DeepMoE A and B; IoU of each class, and pictures."""
 
 import statistics
-from itertools import islice
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from deepmoe.data.info import DataInfo
+from deepmoe.data import Batch, DataInfo, Loader
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.evaluation.batches import batches_for
 from deepmoe.paper.measured import opened
@@ -79,14 +79,24 @@ def plot(made: Made) -> Figure:
         if run not in made.results or not made.checkpoint(run).exists():
             continue
         with opened(made.checkpoint(run), made.plan, DATA) as (loaded, source):
-            batches = [(x[:1], y[:1]) for x, y in islice(source.evaluation, PICTURES)]
-            seen = list(batches_for(loaded.model, batches))
+            seen = list(batches_for(loaded.model, _some(source.evaluation)))
             answers = [loaded.model(x).logits.argmax(dim=1)[0] for x, _ in seen]
             if not columns:
                 columns["image"] = [_photo(x[0], loaded.info) for x, _ in seen]
                 columns["truth"] = [_coloured(y[0]) for _, y in seen]
             columns[line["row"]] = [_coloured(answer) for answer in answers]
     return _side_by_side(columns)
+
+
+def _some(images: Loader) -> Iterator[Batch]:
+    """A few images, one at a time, from all over the set: neighbours may look alike."""
+    wanted = {part * images.images // PICTURES for part in range(PICTURES)}
+    number = 0
+    for x_BCHW, labels_BHW in images:
+        for place in range(len(x_BCHW)):
+            if number in wanted:
+                yield x_BCHW[place : place + 1], labels_BHW[place : place + 1]
+            number += 1
 
 
 def _side_by_side(columns: dict[str, list[np.ndarray]]) -> Figure:
