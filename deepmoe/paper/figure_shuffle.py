@@ -76,7 +76,7 @@ def more(made: Made) -> list[Shown]:
         if run not in made.measured:
             continue
         by_group: dict[str, list[Line]] = {}
-        for figures in made.measured[run]["classes"].values():
+        for figures in made.measured[run].get("classes", {}).values():
             by_group.setdefault(figures["group"] or "", []).append(figures)
         keys = ("own", "in_group", "out_of_group", "gap")
         cells = tuple(

@@ -17,6 +17,7 @@ from deepmoe.paper.page import Line
 from deepmoe.paper.plan import Plan
 
 TOP = 5
+FIGURES = "figures"  # what a file of them holds
 
 
 def kept(checkpoint: Path, name: str, measure: Callable[[], Line]) -> Line:
@@ -37,16 +38,20 @@ def kept(checkpoint: Path, name: str, measure: Callable[[], Line]) -> Line:
         )
     path = checkpoint.with_name(f"{name}.json")
     if path.exists() and path.stat().st_mtime_ns > checkpoint.stat().st_mtime_ns:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is damaged: remove it, and call this again") from error
-        if not isinstance(found, dict):
-            raise UserError(f"{path} is damaged: remove it, and call this again")
-        return found
+        return _read(path)
     figures = measure()
-    write_atomically(path, json.dumps(figures, indent=2).encode())
+    write_atomically(path, json.dumps({FIGURES: figures}, indent=2).encode())
     return figures
+
+
+def _read(path: Path) -> Line:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get(FIGURES), dict):
+        raise UserError(f"{path} is damaged: remove it, and call this again")
+    return found[FIGURES]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from deepmoe.files import write_atomically
 from deepmoe.paper.measured import kept
 from deepmoe.paper.page import Line, Made, Page, Row, Shown
 from deepmoe.paper.plan import Plan
-from deepmoe.paper.scales import Scale
+from deepmoe.paper.scales import SHORT, Scale
 from deepmoe.paper.smoke_data import make_smoke_data
 from deepmoe.paper.tables import line_of, run_figures, shown
 from deepmoe.results import markdown_table, write_result
@@ -54,6 +54,7 @@ class Workshop:
         overrides: settings of all runs, as for `--set`.
         seeds: of all rows; as the scale says if not given.
         leave_out: whether pages without their data are left out, with a word on it.
+        look: whether to look for the data; without, nothing can be trained.
 
     Raises:
         UserError: for data that is not there, settings that can't be, or a folder with runs of
@@ -71,9 +72,11 @@ class Workshop:
         leave_out: bool = False,
         look: bool = True,
     ) -> None:
-        self.out, self.scale = out, scale
+        self.out, self.scale, self.overrides = out, scale, tuple(overrides)
         made_up = out / DATA_NAME if scale.thin else None
         self.plan = Plan(scale, overrides, None if made_up is None else str(made_up), seeds)
+        for data in dict.fromkeys(data for page in pages for data in page.data):
+            self.plan.data_config(data)  # tells of settings that can't be, before anything is made
         if look and made_up is not None and self.plan.root == str(made_up):
             make_smoke_data(made_up)
         if look:
@@ -156,9 +159,11 @@ class Workshop:
         return kept(path, page.name, lambda: measure(path, self.plan))
 
     def _shortened(self, page: Page) -> str:
+        told = page.shortened if self.scale.name == SHORT else ""
         if self.scale.thin:
-            return "made-up data, thin networks, two epochs: shows that everything runs, no more"
-        return page.shortened if self.scale.name == "short" else ""
+            told = "made-up data, thin networks, two epochs: shows that everything runs, no more"
+        set_here = [item for item in self.overrides if "data.root" not in item]
+        return "; but ".join([told] * bool(told) + [f"set {', '.join(set_here)}"] * bool(set_here))
 
     def _write(self, finished: Finished, made: Made, command: str) -> None:
         seed = min((r.line["seed"] for r in made.results.values()), default=0)
@@ -204,5 +209,11 @@ def _figures(
         if run in done:
             own = measured.get(run, {})
             own = own.get(row.part, {}) if row.part else own
-            found.append({**run_figures(done[run].figures), **own})
+            try:
+                found.append({**run_figures(done[run].figures), **own})
+            except (KeyError, TypeError) as error:
+                raise UserError(
+                    f"the result of {run} lacks figures ({error}): remove its line of "
+                    f"{RESULTS_NAME} to train it again"
+                ) from error
     return found

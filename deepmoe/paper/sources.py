@@ -35,6 +35,8 @@ class Source:
 
     def looked_for(self, root: str) -> str:
         """The places in words."""
+        if Path(root).is_file():
+            return root
         return f"{', '.join(str(Path(root, name)) for name in self.folders)} and {root} itself"
 
 

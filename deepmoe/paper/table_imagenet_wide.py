@@ -45,7 +45,7 @@ PAGE = Page(
     title="ResNet-18, -34, -50 (A and B) on ImageNet, widened, and Hard MoE",
     data=(DATA,),
     takes={
-        "full": "weeks on one",
+        "full": "weeks",
         "short": "about 20 min on 1,000 images of Imagenette",
         "smoke": "10 s",
     },

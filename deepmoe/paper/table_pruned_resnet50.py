@@ -44,7 +44,7 @@ PAGE = Page(
     title="ResNet-50 on ImageNet, pruned by other methods, and narrow DeepMoE",
     data=(DATA,),
     takes={
-        "full": "two weeks on one",
+        "full": "two weeks",
         "short": "about 12 min on 1,000 images of Imagenette",
         "smoke": "5 s",
     },

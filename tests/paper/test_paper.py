@@ -45,6 +45,8 @@ def paper(*arguments: object) -> Result:
         (["table-cifar", "--set", "data.root=/nowhere"], ["/nowhere", "data.root=PATH", "archive"]),
         (["table-cityscapes", "--set", "data.root=/nowhere"], ["CamVid", "labels/SPLIT/NAME.png"]),
         (["all", "--set", "data.root=/nowhere"], ["there is data for none of these"]),
+        (["all", "--set", "heads.init=ones"], ["heads", "--set can't change it"]),
+        (["all", "--scale", "smoke", "--set", "train.epochs=x"], ["train.epochs"]),
         (["table-imagenet-wide"], ["data/imagenet", "train/CLASS/"]),
     ],
 )
