@@ -1,6 +1,6 @@
 """Error against MACs of vgg16 and resnet56 on CIFAR-10: pruning methods and narrow DeepMoE."""
 
-from deepmoe.paper.page import ERROR, MACS, Column, Page, Row
+from deepmoe.paper.page import ERROR, MACS, MORE_TRAINING, Column, Page, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.plots import against_macs
 
@@ -65,5 +65,6 @@ PAGE = Page(
     notes=(
         "DeepMoE's paper has this as a picture without figures: those in the columns of the paper "
         "are Li's and He's own, and the best test epoch in Li's case.",
+        MORE_TRAINING,
     ),
 )

@@ -1,6 +1,6 @@
 """resnet18_cifar with bottleneck-B on CIFAR-100, widened 2 to 8 times."""
 
-from deepmoe.paper.page import ERROR, MACS, Page, Row
+from deepmoe.paper.page import ERROR, MACS, MORE_TRAINING, Page, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.plots import against_macs
 
@@ -41,5 +41,6 @@ PAGE = Page(
         "The paper has this as a picture without figures. It says that DeepMoE is more accurate "
         "and cheaper than the plain widened network, and the more so the wider it is. Ours is "
         "brought to the MACs of the network before widening.",
+        MORE_TRAINING,
     ),
 )

@@ -1,6 +1,6 @@
 """ResNet-56 and -110 on CIFAR-10 and -100: dense, narrow and wide."""
 
-from deepmoe.paper.page import ERROR, MACS, Page, Row
+from deepmoe.paper.page import ERROR, MACS, MORE_TRAINING, Page, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.plots import against_macs
 from deepmoe.paper.sources import SOURCES
@@ -67,5 +67,6 @@ PAGE = Page(
     notes=(
         "Wide networks have twice the channels, of which about half run: no more MACs than the "
         "dense network has. Narrow ones have its channels, and half of its MACs.",
+        MORE_TRAINING,
     ),
 )

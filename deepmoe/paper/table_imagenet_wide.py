@@ -1,6 +1,6 @@
 """ResNet-18, -34 and -50 on ImageNet, widened, and Hard MoE."""
 
-from deepmoe.paper.page import ERROR, MACS, Page, Row
+from deepmoe.paper.page import ERROR, MACS, MORE_TRAINING, Page, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.plots import against_macs
 
@@ -59,5 +59,6 @@ PAGE = Page(
     notes=(
         "The paper's A costs 20 % less than ResNet-101, B 18 %; Hard MoE has the cost of the dense "
         "network.",
+        MORE_TRAINING,
     ),
 )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from deepmoe.paper.measured import top_errors
-from deepmoe.paper.page import MACS, Column, Line, Page, Row
+from deepmoe.paper.page import MACS, MORE_TRAINING, Column, Line, Page, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.plots import against_macs
 
@@ -60,6 +60,9 @@ PAGE = Page(
         Column("reduction", "MACs saved"),
     ),
     plot=against_macs,
-    notes=("The paper's figures of other methods are those that their authors published.",),
+    notes=(
+        "The paper's figures of other methods are those that their authors published.",
+        MORE_TRAINING,
+    ),
     measure=measure,
 )

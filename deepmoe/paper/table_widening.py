@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from deepmoe.paper.page import MACS, Column, Made, Page, Row
+from deepmoe.paper.page import MACS, MORE_TRAINING, Column, Made, Page, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.plots import against_macs
 
@@ -56,5 +56,6 @@ PAGE = Page(
         "All four have about 24.2 M weights in convolutions. The paper's accuracy at equal "
         "parameters stands beside the widened network without gates, its accuracy at equal "
         "parameters and MACs beside DeepMoE: which networks the former are of it does not say.",
+        MORE_TRAINING,
     ),
 )
