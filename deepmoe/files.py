@@ -4,7 +4,7 @@ import contextlib
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from deepmoe.errors import UserError
@@ -29,6 +29,49 @@ def write_atomically(path: Path, content: bytes) -> None:
         kept = "; the file before it is whole" if path.exists() else ""
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write {path}: {reason}{kept}") from error
+
+
+def write_together(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Writes several files into a folder: all of them, or (where one can't be) none."""
+    made = not folder.exists()
+    drafts = {folder / name: folder / f"{name}.tmp" for name in contents}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in drafts:
+            if path.is_dir():
+                raise IsADirectoryError(None, f"{path.name} is a folder")
+        for draft, content in zip(drafts.values(), contents.values(), strict=True):
+            draft.write_bytes(content)
+        for path, draft in drafts.items():
+            draft.replace(path)
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):
+            for draft in drafts.values():
+                draft.unlink(missing_ok=True)
+            if made:
+                folder.rmdir()
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write to {folder}: {reason}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a place that nothing can be written to, before work is spent on what to write.
+
+    Raises:
+        UserError: where a folder on the way is a file, or closed to this process.
+    """
+    try:
+        there = next(parent for parent in path.absolute().parents if parent.exists())
+        if not there.is_dir():
+            raise UserError(f"cannot write {path}: {there} is no folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"cannot write {path}: {there} is not writable")
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
 
 
 @contextlib.contextmanager

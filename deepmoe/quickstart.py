@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from deepmoe.analysis import Contender, write_report
+from deepmoe.analysis import Contender, Subject, write_report
+from deepmoe.analysis.names import readable_data
 from deepmoe.config import RunConfig
 from deepmoe.errors import UserError
-from deepmoe.evaluation import collect_gates
+from deepmoe.evaluation.findings import examine
 from deepmoe.results import write_result
 from deepmoe.training import fit
 from deepmoe.training.fit import check_folder
@@ -43,8 +44,16 @@ def train_with_twin(
     for name, run in runs.items():
         result = fit(run, out / name, resume=resume, overwrite=overwrite, quiet=quiet)
         contenders.append(Contender(name, result.evaluation, read_metrics(result.metrics)))
-    record = collect_gates(result.model, result.data.evaluation, result.data.info.class_names)
-    write_report(out / REPORT_NAME, contenders, record, config, result.data.evaluation_name)
+    dense, gated = contenders
+    subject = Subject(
+        name=config.model.name,
+        data=readable_data(config.data),
+        checkpoint=result.checkpoint.name,
+        config=config,
+        metrics=gated.metrics,
+        beside=(dense,),
+    )
+    write_report(out / REPORT_NAME, examine(result.model, result.data), subject)
     values = {c.name: c.result.as_dict() for c in contenders}
     write_result(
         out / RESULT_NAME,

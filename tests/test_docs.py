@@ -236,3 +236,15 @@ def test_a_network_for_the_zoo_is_added_as_it_is_written() -> None:
     assert registry.model_entry("mynet").options == ["wide"]
     assert made["model"].gating.widths == (64,)
     assert deepmoe.check(made["model"], torch.randn(2, 3, 32, 32)).passed
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_the_page_on_analysis_shows_runs(capsys) -> None:
+    page = "docs/analyze.md"
+    assert len((ROOT / page).read_text().splitlines()) <= 110  # two screens
+    model = deepmoe.create_model("resnet20", classes=3, widths=[4] * 9)
+    batches = [(torch.randn(6, 3, 8, 8), torch.arange(6) % 3)]
+    made = run(page, examples(page), {"model": model, "batches": batches, "class_names": "abc"})
+    assert made["routes"].distinct == 1  # its gates are all open
+    assert made["shuffling"].total.own == made["shuffling"].total.shuffled
+    assert capsys.readouterr().out

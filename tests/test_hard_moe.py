@@ -412,12 +412,13 @@ def test_functions_that_need_gates_say_so() -> None:
         lambda: cost_curve(model, batches),
         lambda: cut_to(model, 16, 0.5, batches, batches),
         lambda: set_exits(model, batches, macs=0.5),
-        lambda: collect_gates(model, batches, tuple("abcdef")),
         lambda: prune(model, 16, 0.5, batches),
         lambda: widen(model, 2),
     ):
         with pytest.raises(UserError, match="made of experts"):
             refused()
+    record = collect_gates(model, batches, tuple("abcdef"))
+    assert record.gates == () and record.experts.tolist() == model.cluster(x).tolist()
 
 
 @pytest.mark.parametrize(

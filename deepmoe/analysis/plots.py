@@ -2,17 +2,29 @@
 
 import base64
 import io
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from deepmoe.analysis.statistics import activity_by_class
+from deepmoe.analysis.names import in_plot
 from deepmoe.evaluation import GateRecord
 
-MOST_CLASS_LABELS = 25
+ACCENT, CONTRAST, PALE = "#2563eb", "#dc2626", "#cbd5e1"
+
+
+def can_be_drawn(metrics: Sequence[dict[str, Any]]) -> bool:
+    """Whether lines of a metrics.jsonl, which anybody may have changed, hold a curve."""
+
+    def good(line: dict[str, Any]) -> bool:
+        numbers = ["task_loss", *(("accuracy", "evaluation_loss") if "accuracy" in line else ())]
+        return "stage" in line and all(isinstance(line.get(key), int | float) for key in numbers)
+
+    return bool(metrics) and all(map(good, metrics))
 
 
 def loss_curves(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
@@ -26,16 +38,16 @@ def loss_curves(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
         loss.plot(
             [m["epoch"] for m in metrics],
             [m["task_loss"] for m in metrics],
-            label=f"{name}, training",
+            label=f"{in_plot(name)}, training",
         )
         loss.plot(
             epochs,
             [m["evaluation_loss"] for m in evaluated],
             linestyle="--",
             color=loss.lines[-1].get_color(),
-            label=f"{name}, evaluation",
+            label=f"{in_plot(name)}, evaluation",
         )
-        accuracy.plot(epochs, [100 * m["accuracy"] for m in evaluated], label=name)
+        accuracy.plot(epochs, [100 * m["accuracy"] for m in evaluated], label=in_plot(name))
         frozen += [m["epoch"] for m in metrics if m["stage"] == "finetune"]
     for axes in (loss, accuracy):
         if frozen:
@@ -49,45 +61,42 @@ def loss_curves(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
     return figure
 
 
-def gate_heatmap(record: GateRecord) -> Figure:
-    """Share of channels that run, by class and layer."""
-    table = 100 * activity_by_class(record)
-    classes, layers = table.shape
-    figure = Figure(
-        figsize=(min(14, 3 + 0.45 * layers), min(12, 1.6 + 0.28 * classes)), layout="constrained"
-    )
-    axes = figure.subplots()
-    image = axes.imshow(table, aspect="auto", vmin=0, vmax=100, cmap="viridis")
-    figure.colorbar(image, label="active channels, %")
-    axes.set_xticks(range(layers), record.layer_names, rotation=90, fontsize=7)
-    if classes <= MOST_CLASS_LABELS:
-        axes.set_yticks(range(classes), record.class_names, fontsize=8)
-    axes.set(xlabel="gated convolution", ylabel="class")
-    return figure
-
-
 def macs_histogram(record: GateRecord) -> Figure:
     """How many images cost how much."""
-    figure = Figure(figsize=(9, 3), layout="constrained")
-    axes = figure.subplots()
-    millions = record.macs / 1e6
-    axes.hist(millions, bins=40, color="tab:blue")
-    axes.axvline(record.dense_macs / 1e6, color="tab:red", label="dense base network")
-    axes.axvline(float(np.mean(millions)), color="black", linestyle="--", label="mean")
-    axes.set(xlabel="million MACs an image", ylabel="images")
-    axes.legend(fontsize=8)
+    figure, axes = new_figure(7, 2.8)
+    shares = 100 * record.macs / record.dense_macs
+    axes.hist(shares, bins=40, color=ACCENT)
+    axes.axvline(100, color=CONTRAST, label="dense base network")
+    axes.axvline(float(np.mean(shares)), color="black", linestyle="--", label="mean")
+    axes.set(xlabel="MACs of an image, % of dense", ylabel="images")
+    axes.legend(fontsize=8, frameon=False)
     return figure
 
 
-def cost_curve_plot(curves: Mapping[str, Sequence[dict[str, Any]]]) -> Figure:
-    """Accuracy against the share of the dense MACs, for each named list of evaluations."""
-    figure = Figure(figsize=(5, 3.2), layout="constrained")
-    axes = figure.subplots()
-    for name, points in curves.items():
-        shares = [100 * p["macs_share"] for p in points]
-        axes.plot(shares, [100 * p["accuracy"] for p in points], marker="o", label=name)
-    axes.set(xlabel="MACs, % of dense", ylabel="accuracy, %")
-    axes.legend(fontsize=8)
+def cost_curve_plot(
+    curves: Mapping[str, Sequence[dict[str, Any]]],
+    points: Mapping[str, tuple[float, float]] | None = None,
+    measure: str = "accuracy",
+) -> Figure:
+    """Accuracy against the share of the dense MACs.
+
+    Args:
+        curves: evaluations of one model at several costs, by name.
+        points: single models by name: share of the dense MACs, and accuracy.
+        measure: what accuracy is called.
+    """
+    figure, axes = new_figure(5, 3.2)
+    for name, line in curves.items():
+        shares = [100 * p["macs_share"] for p in line]
+        axes.plot(shares, [100 * p["accuracy"] for p in line], marker="o", label=in_plot(name))
+    for number, (name, (share, accuracy)) in enumerate((points or {}).items()):
+        where = ([100 * share], [100 * accuracy])
+        style = {"marker": MARKERS[2 + number % 10], "s": 80, "zorder": 3}
+        axes.scatter(*where, label=in_plot(name), color=f"C{(number + 1) % 10}", **style)
+    axes.set(xlabel="MACs, % of dense", ylabel=f"{measure}, %")
+    if points:
+        axes.set_xlim(left=0)
+    axes.legend(fontsize=8, frameon=False)
     axes.grid(alpha=0.3)
     return figure
 
@@ -121,8 +130,29 @@ def comparison_plot(table: Sequence[Mapping[str, Any]]) -> Figure:
 MARKERS = "os^vDP*X<>ph"  # colours alone repeat after ten
 
 
+def new_figure(width: float, height: float) -> tuple[Figure, Any]:
+    """A figure with one plot, without a frame at its upper and right side."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
 def as_data_uri(figure: Figure) -> str:
     """The figure as an SVG image that can stand inside a page."""
+    return data_uri(drawn(figure, "svg"), "svg+xml")
+
+
+def data_uri(content: bytes, kind: str) -> str:
+    """An image file as what can stand inside a page."""
+    return f"data:image/{kind};base64," + base64.b64encode(content).decode()
+
+
+def drawn(figure: Figure, kind: str) -> bytes:
+    """The figure as a file, `svg` or `png`, the same at every run."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg")
-    return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "deepmoe"}):
+        warnings.filterwarnings("ignore", "Glyph")  # names in scripts that the font lacks
+        metadata = {"Date": None} if kind == "svg" else {}
+        figure.savefig(buffer, format=kind, dpi=120, metadata=metadata)
+    return buffer.getvalue()

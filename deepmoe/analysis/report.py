@@ -1,102 +1,102 @@
-"""One self-contained page about a run and its dense twin."""
+"""Files for people: the report, which is one page, and the analysis, which is a folder."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import resources
+import json
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import torch
+from deepmoe.analysis.page import GENERATOR, mask_png, picture_png, render_page
+from deepmoe.analysis.plots import drawn
+from deepmoe.analysis.section import Section, Subject
+from deepmoe.analysis.sections import all_sections
+from deepmoe.errors import UserError
+from deepmoe.evaluation.findings import Findings
+from deepmoe.files import check_writable, write_atomically, write_together
 
-import deepmoe
-from deepmoe.analysis.plots import as_data_uri, gate_heatmap, loss_curves, macs_histogram
-from deepmoe.config import RunConfig, config_to_toml
-from deepmoe.costs import format_macs
-from deepmoe.evaluation import Evaluation, GateRecord, SegmentationEvaluation
-
-TABLE_HEADER = ("network", "accuracy", "mean MACs", "of dense MACs", "active channels")
-EXITS_HEADER = "exit rate"
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One of the networks that a report compares."""
-
-    name: str
-    result: Evaluation | SegmentationEvaluation
-    metrics: Sequence[dict[str, Any]]  # the lines of metrics.jsonl
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        """The network's line in the table, under TABLE_HEADER."""
-        return (
-            self.name,
-            f"{self.result.accuracy:.2%}",
-            format_macs(self.result.macs),
-            f"{self.result.macs_share:.1%}",
-            f"{self.result.active:.1%}",
-        )
-
-    @property
-    def exited(self) -> float | None:
-        """Share of the images that the embedding has answered; `None` without exits."""
-        return self.result.exited if isinstance(self.result, Evaluation) else None
+PAGE_NAME, VALUES_NAME = "index.html", "analysis.json"
+MARK = f'<meta name="generator" content="{GENERATOR}">'.encode()
 
 
-def comparison(contenders: Sequence[Contender]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of the table; exits have a column if one of the networks has some."""
-    rows = [contender.row for contender in contenders]
-    exits = [contender.exited for contender in contenders]
-    if all(share is None for share in exits):
-        return TABLE_HEADER, rows
-    shown = ["-" if share is None else f"{share:.1%}" for share in exits]
-    wider = [(*row, share) for row, share in zip(rows, shown, strict=True)]
-    return (*TABLE_HEADER, EXITS_HEADER), wider
+def check_page(path: Path) -> None:
+    """Refuses a place for a page that can't be written, or that holds something else.
 
-
-def write_report(
-    path: str | Path,
-    contenders: Sequence[Contender],
-    record: GateRecord,
-    config: RunConfig,
-    evaluated_on: str,
-) -> None:
-    """Writes the page: table, loss curves, gate heat map, histogram of MACs, configuration.
-
-    There is no heat map of a network without gates.
+    Raises:
+        UserError: before anything has been measured.
     """
-    template = resources.files("deepmoe").joinpath("analysis", "report.html.j2").read_text("utf-8")
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
-        template
-    )
-    header, rows = comparison(contenders)
-    html = page.render(
-        title=f"DeepMoE: {config.model.name} on {config.data.name}",
-        header=header,
-        rows=rows,
-        exits=_told_exits(record),
-        images=len(record.labels),
-        evaluated_on=evaluated_on,
-        curves=as_data_uri(loss_curves({c.name: c.metrics for c in contenders})),
-        heatmap=as_data_uri(gate_heatmap(record)) if record.gates else None,
-        histogram=as_data_uri(macs_histogram(record)),
-        config=config_to_toml(config),
-        version=deepmoe.__version__,
-        torch_version=torch.__version__,
-    )
-    Path(path).write_text(html, encoding="utf-8")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: --out takes a file, such as report.html")
+    if path.exists() and not (path.is_file() and MARK in path.read_bytes()[:2000]):
+        raise UserError(
+            f"{path} is there already, and no report of deepmoe's: choose another --out"
+        )
+    check_writable(path)
 
 
-def _told_exits(record: GateRecord) -> str | None:
-    """How many images the embedding has answered, and how well; `None` without exits."""
-    if record.exited is None:
-        return None
-    answered, images = int(record.exited.sum()), len(record.labels)
-    if not answered:
-        return f"The embedding has answered none of {images:,} images."
-    right = (record.predictions == record.labels)[record.exited].mean()
-    return (
-        f"The embedding has answered {answered:,} of {images:,} images ({answered / images:.1%}), "
-        f"{right:.2%} of them rightly."
-    )
+def check_folder(folder: Path) -> None:
+    """Refuses a folder for an analysis that can't be written, or that holds something else.
+
+    Raises:
+        UserError: before anything has been measured.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: --out takes a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / VALUES_NAME).is_file():
+        raise UserError(f"{folder} holds other files: choose another --out")
+    check_writable(folder / PAGE_NAME)
+
+
+def write_report(path: Path, found: Findings, subject: Subject) -> None:
+    """Writes the page; an earlier one is replaced."""
+    write_atomically(path, render_page(found, subject))
+
+
+def write_analysis(
+    folder: Path, found: Findings, subject: Subject, values: Mapping[str, Any]
+) -> list[str]:
+    """Writes the page, its plots and pictures as PNG, and what was found out as JSON.
+
+    Args:
+        folder: is made if it is not there.
+        found: of the model.
+        subject: what it is.
+        values: for the JSON file.
+
+    Returns:
+        The names of the files.
+    """
+    sections = all_sections(found, subject, deep=True)
+    files = {**_plots(sections), **_images(found)}
+    values = {**values, "files": [*files, PAGE_NAME]}
+    files[VALUES_NAME] = (json.dumps(values, indent=2) + "\n").encode()
+    files[PAGE_NAME] = render_page(found, subject, sections)
+    before = _written_before(folder)
+    write_together(folder, files)
+    for path in before:
+        if path.name not in files:
+            path.unlink(missing_ok=True)
+    return list(files)
+
+
+def _written_before(folder: Path) -> list[Path]:
+    """Plots and pictures of an earlier analysis, which a new one does not always replace."""
+    try:
+        names = json.loads((folder / VALUES_NAME).read_bytes())["files"]
+        return [folder / name for name in names if re.fullmatch(r"\w+\.png", name)]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+
+
+def _plots(sections: Sequence[Section]) -> dict[str, bytes]:
+    figures = {name: figure for s in sections for name, (figure, _) in s.figures.items()}
+    return {f"{name}.png": drawn(figure, "png") for name, figure in figures.items()}
+
+
+def _images(found: Findings) -> dict[str, bytes]:
+    files, classes = {}, len(found.record.class_names)
+    for kind, pictures in (("cheapest", found.cheapest), ("dearest", found.dearest)):
+        for place, picture in enumerate(pictures, 1):
+            files[f"{kind}_{place}.png"] = picture_png(picture)
+            if picture.mask is not None:
+                files[f"{kind}_{place}_mask.png"] = mask_png(picture.mask, classes)
+    return files

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from deepmoe.checkpoint import Checkpoint
+    from deepmoe.config import DataConfig
     from deepmoe.data import DataSource
     from deepmoe.evaluation.curve import By
 
@@ -254,6 +255,7 @@ class Opened(NamedTuple):
     data: "DataSource"
     device: "torch.device"
     precision: str
+    data_config: "DataConfig"
 
     def autocast(self) -> AbstractContextManager[Any]:
         """What the model runs under."""
@@ -286,4 +288,5 @@ def open_checkpoint(checkpoint: Path, overrides: tuple[str, ...], network: str |
     batch_size = config.train.batch_size
     data = open_data(config.data, batch_size=batch_size, device=device, info=loaded.info)
     loaded.model.to(device)
-    return Opened(loaded, data, device, choose_precision(config.train.precision, device))
+    precision = choose_precision(config.train.precision, device)
+    return Opened(loaded, data, device, precision, config.data)

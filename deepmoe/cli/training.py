@@ -1,5 +1,6 @@
 """The verbs that train."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,8 @@ def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple
 @click.option("--overwrite", is_flag=True, help="Replace runs that are in the folder already.")
 def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overwrite: bool) -> None:
     """Train a small DeepMoE and its dense twin on built-in data, and write a report."""
-    from deepmoe.analysis.report import TABLE_HEADER
+    from deepmoe.analysis import comparison
+    from deepmoe.checkpoint import LAST_NAME
     from deepmoe.config import load_config
     from deepmoe.quickstart import REPORT_NAME, train_with_twin
 
@@ -103,8 +105,10 @@ def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overw
     contenders = train_with_twin(
         config, folder, resume=resume, overwrite=overwrite, command=command
     )
-    print_table(TABLE_HEADER, [contender.row for contender in contenders])
+    print_table(*comparison(contenders))
     say(f"report: {folder / REPORT_NAME}")
+    gated = folder / "deepmoe" / LAST_NAME
+    say(f"in depth: deepmoe analyze {shlex.quote(str(gated))}")
 
 
 def _check_choice(resume: bool, overwrite: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from deepmoe.cli.analysis import analyze, report
 from deepmoe.cli.bench import bench
 from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint, predict
 from deepmoe.cli.compare import compare
@@ -73,6 +74,8 @@ for verb in (
     exits,
     curve,
     cut,
+    report,
+    analyze,
     sweep,
     compare,
     paper,

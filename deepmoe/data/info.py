@@ -44,6 +44,12 @@ class DataInfo:
         std = _colour(self.std, images_BCHW.device)
         return images_BCHW.float().sub(mean).div_(std)
 
+    def to_pixels(self, images_BCHW: Tensor) -> Tensor:
+        """Normalised images to uint8, as they were before."""
+        mean = _colour(self.mean, images_BCHW.device)
+        std = _colour(self.std, images_BCHW.device)
+        return images_BCHW.float().mul(std).add_(mean).round_().clamp_(0, 255).to(torch.uint8)
+
 
 @cache  # copying them anew for every batch would wait for the device
 @torch.inference_mode(False)  # whoever asks first, training may use them

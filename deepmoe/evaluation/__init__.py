@@ -15,8 +15,12 @@ from deepmoe.evaluation.exits import (
     set_exits,
 )
 from deepmoe.evaluation.gate_record import GateRecord, collect_gates
+from deepmoe.evaluation.memory import Memory, measure_memory
+from deepmoe.evaluation.narrowing import narrowed_model, used_channels
 from deepmoe.evaluation.prediction import Prediction, Unanswered, predict
+from deepmoe.evaluation.routes import Routes, count_routes
 from deepmoe.evaluation.segmentation_scores import SegmentationEvaluation, evaluate_segmentation
+from deepmoe.evaluation.shuffling import Shuffling, shuffle_gates
 from deepmoe.model import DeepMoE
 
 __all__ = [
@@ -24,12 +28,16 @@ __all__ = [
     "Evaluation",
     "ExitFigures",
     "GateRecord",
+    "Memory",
     "Prediction",
+    "Routes",
     "SegmentationEvaluation",
+    "Shuffling",
     "Unanswered",
     "collect_answers",
     "collect_gates",
     "cost_curve",
+    "count_routes",
     "cut_to",
     "evaluate",
     "evaluate_on",
@@ -37,8 +45,12 @@ __all__ = [
     "exit_certified",
     "exit_for_loss",
     "exit_for_macs",
+    "measure_memory",
+    "narrowed_model",
     "predict",
     "set_exits",
+    "shuffle_gates",
+    "used_channels",
 ]
 
 

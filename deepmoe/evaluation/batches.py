@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepmoe.costs import active_share, count_macs
+from deepmoe.data import Loader
 from deepmoe.errors import UserError
 from deepmoe.graph import evaluation_mode
 from deepmoe.model import DeepMoE, DeepMoEOutput
@@ -37,6 +38,31 @@ def batches_for(
                 break
     if not seen:
         raise UserError("there are no images to go through")
+
+
+class EvenlySpread:
+    """Some of a loader's images, evenly spread over all of them: files often lie sorted by class.
+
+    Args:
+        loader: gives batches in order.
+        most: how many images to give; all if there are no more.
+    """
+
+    def __init__(self, loader: Loader, most: int) -> None:
+        if most < 1:
+            raise UserError(f"at least one image is needed, not {most}")
+        self.loader = loader
+        self.images = min(most, loader.images)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        total, start = self.loader.images, 0
+        numbers = torch.arange(self.images) * total // max(1, self.images)
+        for x_BCHW, labels in self.loader:
+            inside = (numbers >= start) & (numbers < start + len(x_BCHW))
+            chosen = (numbers[inside] - start).to(x_BCHW.device)
+            start += len(x_BCHW)
+            if len(chosen):
+                yield x_BCHW[chosen], labels[chosen.to(labels.device)]
 
 
 def size_of(x_BCHW: Tensor) -> tuple[int, int]:

@@ -54,7 +54,7 @@ class Routes:
     Attributes:
         images: that came to the base network; exits answered the others.
         counts: how many images take each route, the commonest first.
-        shared: routes that images of several classes take.
+        shared: routes that images of several classes take; `None` where images have no class.
         joined: all layers side by side.
         layers: each gated layer.
         classes: that have images, in order.
@@ -62,7 +62,7 @@ class Routes:
 
     images: int
     counts: tuple[int, ...]
-    shared: int
+    shared: int | None
     joined: LayerRoutes
     layers: tuple[LayerRoutes, ...]
     classes: tuple[ClassRoutes, ...]
@@ -90,10 +90,11 @@ def count_routes(record: GateRecord) -> Routes:
     """
     if not record.gates:
         raise UserError("a network without gates has one route, which all images take")
-    ran = np.ones(len(record.labels), dtype=bool) if record.exited is None else ~record.exited
+    ran = np.ones(len(record), dtype=bool) if record.exited is None else ~record.exited
     if not ran.any():
         raise UserError("exits have answered all images: none has taken a route")
-    labels = record.labels[ran]
+    # Images without a class are alike to none: each is a class of its own.
+    labels = np.flatnonzero(ran) if record.labels is None else record.labels[ran]
     patterns = [gates[ran] != 0 for gates in record.gates]
     joined = np.concatenate(patterns, axis=1)
     numbers = route_numbers(joined)
@@ -103,13 +104,17 @@ def count_routes(record: GateRecord) -> Routes:
     return Routes(
         images=len(labels),
         counts=tuple(sorted(counts.tolist(), reverse=True)),
-        shared=int((classes_of > 1).sum()),
+        shared=None if record.labels is None else int((classes_of > 1).sum()),
         joined=_layer("all layers", joined, labels),
         layers=tuple(
             _layer(name, pattern, labels)
             for name, pattern in zip(record.layer_names, patterns, strict=True)
         ),
-        classes=tuple(_classes(record.class_names, labels, numbers, joined)),
+        classes=(
+            ()
+            if record.labels is None
+            else tuple(_classes(record.class_names, labels, numbers, joined))
+        ),
     )
 
 

@@ -4,7 +4,7 @@ If gates hold something of the class, an image is recognised less often under ga
 classes, and classes that look alike disturb it least. That is an experiment of the paper.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from deepmoe.hard_moe import refuse_experts
 from deepmoe.model import DeepMoE
 
 DRAWS = 20  # of the paper, for each image
+LEAST_TOGETHER = 256  # images that run at a time: a class has few in a batch
 
 
 @dataclass(frozen=True)
@@ -151,16 +152,9 @@ def shuffle_gates(
     chosen = _chosen(labels, None if only is None else names.index(only), most)
     donors = _donors(labels, chosen, draws, seed)
     drawn, hits = np.zeros((2, len(names), len(names)), dtype=np.int64)
-    start = 0
-    for x_BCHW, _ in batches_for(model, batches):
-        rows = np.flatnonzero(chosen[start : start + len(x_BCHW)])
-        if len(rows):
-            x, numbers = x_BCHW[torch.from_numpy(rows).to(x_BCHW.device)], start + rows
-            for donor in donors[numbers].T:
-                good = _answers(model, x, bank_NC[donor]) == labels[numbers]
-                np.add.at(drawn, (labels[numbers], labels[donor]), 1)
-                np.add.at(hits, (labels[numbers], labels[donor]), good)
-        start += len(x_BCHW)
+    for image, donor, good in _runs(model, batches, bank_NC, labels, chosen, donors):
+        np.add.at(drawn, (labels[image], labels[donor]), 1)
+        np.add.at(hits, (labels[image], labels[donor]), good)
     return Shuffling(
         class_names=names,
         groups=None if groups is None else tuple(groups),
@@ -188,6 +182,28 @@ def _bank(model: DeepMoE, batches: Batches) -> tuple[Tensor, np.ndarray, np.ndar
     return torch.cat(gates), np.concatenate(labels), np.concatenate(right)
 
 
+def _runs(
+    model: DeepMoE,
+    batches: Batches,
+    bank_NC: Tensor,
+    labels: np.ndarray,
+    chosen: np.ndarray,
+    donors: np.ndarray,
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """All draws, many at a time: which images, whose gates they got, whether they were known."""
+    start, used = 0, 0
+    for x_BCHW, _ in batches_for(model, batches):
+        rows = np.flatnonzero(chosen[start : start + len(x_BCHW)])
+        given = donors[used : used + len(rows)]
+        images, together = np.repeat(rows, given.shape[1]), max(LEAST_TOGETHER, len(x_BCHW))
+        for first in range(0, len(images), together):
+            part = slice(first, first + together)
+            x = x_BCHW[torch.from_numpy(images[part]).to(x_BCHW.device)]
+            image, donor = start + images[part], given.ravel()[part]
+            yield image, donor, _answers(model, x, bank_NC[donor]) == labels[image]
+        start, used = start + len(x_BCHW), used + len(rows)
+
+
 def _answers(model: DeepMoE, x_BCHW: Tensor, g_BC: Tensor) -> np.ndarray:
     gates = g_BC.to(x_BCHW).split(model.gating.widths, dim=1)
     return model.gating(model.network, x_BCHW, gates).argmax(dim=1).cpu().numpy()
@@ -202,15 +218,15 @@ def _chosen(labels: np.ndarray, only: int | None, most: int | None) -> np.ndarra
 
 
 def _donors(labels: np.ndarray, chosen: np.ndarray, draws: int, seed: int) -> np.ndarray:
-    """For each chosen image, the images whose gates it gets; (images, draws)."""
+    """For each chosen image, the images whose gates it gets; (chosen images, draws)."""
     rng = np.random.default_rng(seed)
     of_class = {int(label): np.flatnonzero(labels == label) for label in np.unique(labels)}
-    donors = np.zeros((len(labels), draws), dtype=np.int64)
-    for image in np.flatnonzero(chosen):
+    donors = np.zeros((int(chosen.sum()), draws), dtype=np.int64)
+    for place, image in enumerate(np.flatnonzero(chosen)):
         others = np.array([label for label in of_class if label != labels[image]])
         rounds = [rng.permutation(others) for _ in range(-(-draws // len(others)))]
         met = np.concatenate(rounds)[:draws]
-        donors[image] = [rng.choice(of_class[int(label)]) for label in met]
+        donors[place] = [rng.choice(of_class[int(label)]) for label in met]
     return donors
 
 

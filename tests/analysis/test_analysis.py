@@ -1,17 +1,17 @@
 import dataclasses
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from deepmoe.analysis import Contender, activity_by_class, write_report
-from deepmoe.analysis.plots import as_data_uri, gate_heatmap, loss_curves, macs_histogram
-from deepmoe.config import EmbeddingConfig, RunConfig
+from deepmoe.analysis import activity_by_class
+from deepmoe.analysis.gate_plots import gate_heatmap
+from deepmoe.analysis.names import file_size, in_plot, readable_layers
+from deepmoe.analysis.plots import as_data_uri, loss_curves, macs_histogram
+from deepmoe.config import EmbeddingConfig
 from deepmoe.costs import count_costs, count_macs
-from deepmoe.evaluation import GateRecord, collect_gates, evaluate
+from deepmoe.evaluation import GateRecord, collect_gates
 from deepmoe.model import DeepMoE, confidence
 from deepmoe.registry import create_model
 
@@ -90,28 +90,9 @@ def test_images_that_the_embedding_answers_run_no_channels() -> None:
     assert set(record.macs[~record.exited]) == {count_macs(model, 16)}
 
 
-@pytest.mark.parametrize("gates", [None, "inner"])
-def test_a_report_tells_what_the_embedding_has_answered(gates: str | None, tmp_path: Path) -> None:
-    model = leaving(gates)
-    dense = create_model("resnet20", classes=10, widths=[4] * 9, gates=None)
-    line = {"epoch": 1, "stage": "joint", "task_loss": 1.0, "evaluation_loss": 2.0, "accuracy": 0.5}
-    contenders = [
-        Contender(name, evaluate(made, BATCHES), [line])
-        for name, made in (("dense", dense), ("leaving", model))
-    ]
-    record = collect_gates(model, BATCHES, tuple("abcdefghij"))
-    predictions = record.labels.copy()
-    predictions[np.flatnonzero(record.exited)[0]] += 1  # one of the five is wrong
-    record = dataclasses.replace(record, predictions=predictions)
-
-    def page(compared: list[Contender], shown: GateRecord) -> str:
-        write_report(tmp_path / "page.html", compared, shown, RunConfig(), "test")
-        return re.sub(r"\s+", " ", (tmp_path / "page.html").read_text())
-
-    text = page(contenders, record)
-    assert "has answered 5 of 8 images (62.5%), 80.00% of them rightly" in text
-    assert "<th>exit rate</th>" in text
-    assert "<td>-</td></tr>" in text and "<td>62.5%</td></tr>" in text
-    assert ("Gate heat map" in text) == (gates is not None)
-    without = page(contenders[:1], dataclasses.replace(record, exited=None))
-    assert "answered" not in without
+def test_layers_and_sizes_can_be_read() -> None:
+    assert readable_layers(["features.0", "features.7"]) == ["conv 1", "conv 2"]
+    assert readable_layers(["conv1", "layer2.0.conv1"]) == ["conv1", "stage 2, block 1, conv 1"]
+    assert in_plot("$x^" + "y" * 40) == r"\$x^" + "y" * 22 + "..."
+    sizes = [file_size(n) for n in (12, 1_234, 45_600_000, 2.5e12)]
+    assert sizes == ["12 B", "1.23 KB", "45.6 MB", "2500.0 GB"]

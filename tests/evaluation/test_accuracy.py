@@ -65,5 +65,11 @@ def test_the_record_holds_every_images_gates(model) -> None:
     assert len(record.layer_names) == len(record.gates) == 9
     assert record.layer_names == model.gating.names
     assert record.layer_names[0] == "layer1.0.conv1"
-    with pytest.raises(ValueError, match="dense network"):
-        collect_gates(create_model("resnet20", gates=None), BATCHES, ())
+    assert record.scores.tolist() == (record.labels == record.predictions).tolist()
+
+
+def test_a_dense_network_has_a_record_without_gates() -> None:
+    dense = create_model("resnet20", classes=10, gates=None)
+    record = collect_gates(dense, BATCHES, tuple("abcdefghij"))
+    assert record.gates == () and record.exited is None and len(record) == 8
+    assert set(record.macs) == {record.dense_macs} == {count_macs(dense, 16)}
