@@ -83,7 +83,7 @@ def paper(
     else:
         for done in finished:
             _print(done)
-        say(f"next: {_next(names, scale)}")
+        say(f"next: {_next(names, scale, finished[-1])}")
     lacking = [done.page.name for done in finished if not done.complete]
     if lacking:
         raise UserError(f"some runs of {', '.join(lacking)} have no result; their logs tell why")
@@ -103,13 +103,10 @@ def _print(done: "Finished") -> None:
     say()
 
 
-def _next(names: tuple[str, ...], scale: str) -> str:
-    asked = " ".join(names)
-    if scale == "smoke":
-        return f"deepmoe paper {asked} --scale short --set data.root=PATH"
-    if scale == "short":
-        return f"deepmoe paper {asked} --scale full --set data.root=PATH"
-    return "deepmoe eval CHECKPOINT"
+def _next(names: tuple[str, ...], scale: str, done: "Finished") -> str:
+    if scale == "smoke" or done.checkpoint is None:
+        return f"deepmoe paper {' '.join(names)} --scale short --set data.root=PATH"
+    return f"deepmoe analyze {done.checkpoint}"
 
 
 def _print_plan(workshop: "Workshop", as_json: bool) -> None:

@@ -5,14 +5,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from deepmoe.analysis.plots import MARKERS
+from deepmoe.analysis.plots import MARKERS, new_figure
 from deepmoe.paper.page import Line, Made
 
 
 def against_macs(made: Made, key: str = "error", title: str = "error, %") -> Figure:
     """A figure of each row against its MACs; rows of one curve are joined."""
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(9, 5)
     curves = list(dict.fromkeys(line["curve"] or line["row"] for line in made.lines))
     for number, name in enumerate(curves):
         points = [line for line in made.lines if (line["curve"] or line["row"]) == name]
@@ -36,8 +35,7 @@ def against_macs(made: Made, key: str = "error", title: str = "error, %") -> Fig
 
 def bars(lines: Sequence[Line], keys: dict[str, str], unit: str) -> Figure:
     """Some figures of each row side by side, by their titles; the paper's as outlines."""
-    figure = Figure(figsize=(max(6, 1.2 * len(lines)), 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(max(6, 1.2 * len(lines)), 4.5)
     width = 0.8 / len(keys)
     for number, (key, title) in enumerate(keys.items()):
         places = [place + number * width for place in range(len(lines))]

@@ -1,6 +1,6 @@
 """From names to tables: trains what is missing, measures, and writes table, plot and JSON."""
 
-import io
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
+from deepmoe.analysis.plots import drawn
 from deepmoe.console import complain
 from deepmoe.devices import choose_device
 from deepmoe.errors import UserError
-from deepmoe.files import write_atomically
+from deepmoe.files import check_writable, write_together
 from deepmoe.paper.measured import kept
 from deepmoe.paper.page import Line, Made, Page, Row, Shown
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.scales import SHORT, Scale
 from deepmoe.paper.smoke_data import make_smoke_data
 from deepmoe.paper.tables import line_of, run_figures, shown
-from deepmoe.results import markdown_table, write_result
+from deepmoe.results import markdown_table, with_origin
 from deepmoe.sweep import RESULTS_NAME, RunResult, check_settings, read_results, sweep
 
 DATA_NAME, RUNS_NAME = "data", "runs"
@@ -35,6 +36,7 @@ class Finished:
         values: as they are written.
         complete: whether all of its runs have a result.
         path: of the table; plot and JSON lie beside it.
+        checkpoint: of the last network in it, if any is trained.
     """
 
     page: Page
@@ -42,6 +44,7 @@ class Finished:
     values: dict[str, Any]
     complete: bool
     path: Path
+    checkpoint: Path | None
 
 
 class Workshop:
@@ -73,6 +76,7 @@ class Workshop:
         look: bool = True,
     ) -> None:
         self.out, self.scale, self.overrides = out, scale, tuple(overrides)
+        check_writable(out / RUNS_NAME)
         made_up = out / DATA_NAME if scale.thin else None
         self.plan = Plan(scale, overrides, None if made_up is None else str(made_up), seeds)
         for data in dict.fromkeys(data for page in pages for data in page.data):
@@ -128,7 +132,9 @@ class Workshop:
             "measured": measured,
         }
         complete = len(done) == len(wanted)
-        finished = Finished(page, tables, values, complete, self.out / f"{page.name}.md")
+        trained = [made.checkpoint(run) for row in rows for run in row.runs if run in done]
+        last = trained[-1] if trained else None
+        finished = Finished(page, tables, values, complete, self.out / f"{page.name}.md", last)
         self._write(finished, made, command)
         return finished
 
@@ -168,12 +174,14 @@ class Workshop:
     def _write(self, finished: Finished, made: Made, command: str) -> None:
         seed = min((r.line["seed"] for r in made.results.values()), default=0)
         device = choose_device(next(iter(self.plan.runs.values())).config.train.device)
-        path = finished.path.with_suffix(".json")
-        write_result(path, finished.values, command=command, seed=seed, device=device)
-        write_atomically(finished.path, as_markdown(finished.values).encode())
-        drawn = io.BytesIO()
-        finished.page.plot(made).savefig(drawn, format="png", dpi=120)
-        write_atomically(finished.path.with_suffix(".png"), drawn.getvalue())
+        result = with_origin(finished.values, command=command, seed=seed, device=device)
+        name = finished.page.name
+        contents = {
+            f"{name}.md": as_markdown(finished.values).encode(),
+            f"{name}.json": (json.dumps(result, indent=2) + "\n").encode(),
+            f"{name}.png": drawn(finished.page.plot(made), "png"),
+        }
+        write_together(self.out, contents)
 
 
 @contextmanager

@@ -1,16 +1,14 @@
 """Segmentation: DRN-A-50, wide, and DeepMoE A and B; IoU of each class, and pictures."""
 
 import statistics
-from collections.abc import Iterator
 
 import numpy as np
 import torch
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from deepmoe.data import Batch, DataInfo, Loader
+from deepmoe.analysis.page import class_colours
 from deepmoe.data.segmentation_files import VOID
-from deepmoe.evaluation.batches import batches_for
+from deepmoe.evaluation.batches import EvenlySpread, batches_for
 from deepmoe.paper.measured import opened
 from deepmoe.paper.page import MACS, MORE_TRAINING, Column, Made, Page, Row, Shown
 from deepmoe.paper.plan import Plan
@@ -79,24 +77,16 @@ def plot(made: Made) -> Figure:
         if run not in made.results or not made.checkpoint(run).exists():
             continue
         with opened(made.checkpoint(run), made.plan, DATA) as (loaded, source):
-            seen = list(batches_for(loaded.model, _some(source.evaluation)))
-            answers = [loaded.model(x).logits.argmax(dim=1)[0] for x, _ in seen]
+            model, info = loaded.model, loaded.info
+            some = batches_for(model, EvenlySpread(source.evaluation, PICTURES))
+            seen = [(x, y) for batch in some for x, y in zip(*batch, strict=True)]
+            answers = [model(x[None]).logits.argmax(dim=1)[0] for x, _ in seen]
             if not columns:
-                columns["image"] = [_photo(x[0], loaded.info) for x, _ in seen]
-                columns["truth"] = [_coloured(y[0]) for _, y in seen]
-            columns[line["row"]] = [_coloured(answer) for answer in answers]
+                photos = [info.to_pixels(x[None])[0].permute(1, 2, 0) for x, _ in seen]
+                columns["image"] = [photo.cpu().numpy() for photo in photos]
+                columns["truth"] = [_coloured(y, info.classes) for _, y in seen]
+            columns[line["row"]] = [_coloured(answer, info.classes) for answer in answers]
     return _side_by_side(columns)
-
-
-def _some(images: Loader) -> Iterator[Batch]:
-    """A few images, one at a time, from all over the set: neighbours may look alike."""
-    wanted = {part * images.images // PICTURES for part in range(PICTURES)}
-    number = 0
-    for x_BCHW, labels_BHW in images:
-        for place in range(len(x_BCHW)):
-            if number in wanted:
-                yield x_BCHW[place : place + 1], labels_BHW[place : place + 1]
-            number += 1
 
 
 def _side_by_side(columns: dict[str, list[np.ndarray]]) -> Figure:
@@ -112,19 +102,11 @@ def _side_by_side(columns: dict[str, list[np.ndarray]]) -> Figure:
     return figure
 
 
-def _photo(x_CHW: torch.Tensor, info: DataInfo) -> np.ndarray:
-    """A normalised image as it was."""
-    x = x_CHW.float().cpu()
-    image = x * torch.tensor(info.std)[:, None, None] + torch.tensor(info.mean)[:, None, None]
-    return image.clamp(0, 1).permute(1, 2, 0).numpy()
-
-
-def _coloured(labels_HW: torch.Tensor) -> np.ndarray:
+def _coloured(labels_HW: torch.Tensor, classes: int) -> np.ndarray:
     """A colour for each class; pixels that do not count are black."""
-    labels = labels_HW.cpu().numpy()
-    picture = colormaps["tab20"](labels % 20)[..., :3]
-    picture[labels == VOID] = 0.0
-    return picture
+    colours = np.zeros((VOID + 1, 3), dtype=np.uint8)
+    colours[:classes] = class_colours(classes)
+    return colours[labels_HW.cpu().numpy()]
 
 
 PAGE = Page(
