@@ -46,6 +46,7 @@ from experiment_tables import (
     quickstart_table,
     sweep_table,
 )
+from paper_tables import names_table, page_tables
 from recipe_tables import (
     cost_curves,
     headline_table,
@@ -57,6 +58,7 @@ from result_files import BENCHMARKS, EXPERIMENTS, ROOT
 
 from deepmoe.analysis.plots import cost_curve_plot
 from deepmoe.costs import format_macs, zoo_costs
+from deepmoe.paper import PAGES
 from deepmoe.results import markdown_table
 from deepmoe.sweep import RESULTS_NAME
 
@@ -103,6 +105,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "compare-small": small_table,
     "compare-published": published_table,
     "compare-heldout": held_out_table,
+    "paper-names": names_table,
+    **{f"paper-{name}": partial(page_tables, name) for name in PAGES},
     "exit-front": front_table,
     "exit-pairs": pairs_table,
     "exit-saved": saved_table,

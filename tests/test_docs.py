@@ -64,6 +64,19 @@ def test_measurements_to_come_say_nothing_until_they_are_there(tmp_path: Path, m
     assert "| case | same weights |" in filled(empty) and "| vgg16 | yes |" in filled(empty)
 
 
+def test_a_table_of_the_paper_is_shown_once_it_was_made(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("paper_tables.EXPERIMENTS", tmp_path)
+    part = "<!-- paper-figure-rnp -->\n<!-- /paper-figure-rnp -->"
+    assert "Not made yet" in filled(part)
+    table = {"title": "", "header": ["network", "error"], "cells": [["RNP", "30.00 %"]]}
+    values = {"tables": [table], "shortened": "38 epochs", "notes": ["A picture."]}
+    command = "deepmoe paper figure-rnp"
+    path = tmp_path / "paper" / "figure-rnp.json"
+    write_result(path, values, command=command, seed=0, device="cpu")
+    assert "| RNP | 30.00 % |" in filled(part) and "Shortened: 38 epochs." in filled(part)
+    assert f"`{command}`" in filled(part) and "A picture." in filled(part)
+
+
 def test_make_docs_brings_a_table_up_to_date(tmp_path: Path) -> None:
     for folder in ("benchmarks", "docs", "experiments", "scripts"):
         shutil.copytree(ROOT / folder, tmp_path / folder)

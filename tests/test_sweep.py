@@ -610,6 +610,29 @@ def test_an_interrupted_sweep_lets_its_runs_save(asked: signal.Signals, tmp_path
     assert load_checkpoint(metrics.parent / "last.safetensors").state.epoch >= 1
 
 
+def test_short_runs_stay_in_this_process(tmp_path: Path, capsys) -> None:
+    text = f"""
+[runs.dense]
+"model.gates" = "none"
+"train.target_macs" = 1.0
+[runs.student]
+"train.teacher" = "lessons:dense"
+"loss.distillation" = 0.5
+[runs.lost]
+"train.start" = "{tmp_path}/nothing.safetensors"
+"""
+    grid = read_grid(write(tmp_path, TINY.replace("[0, 1]", "[0]") + text))
+    out, results = tmp_path / "runs", tmp_path / "runs.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", None)
+        patch.setattr("deepmoe.sweep.steps.origin", lambda _: {"hardware": "here"})
+        assert not sweep(grid, out, results, command="test", here=True)
+    assert set(read_results(results)) == {"dense-seed0", "student-seed0"}
+    assert (out / "lessons-dense.safetensors").exists()
+    assert "Error: train.start: no checkpoint" in (out / "lost-seed0" / "log.txt").read_text()
+    assert "lost-seed0: failed" in capsys.readouterr().err
+
+
 def test_a_sweep_of_failures_ends_in_one_sentence(tmp_path: Path) -> None:
     text = TINY.replace("[0, 1]", "[0]") + '"train.loss_limit" = 1e-6\n'
     command = ["sweep", str(write(tmp_path, text)), "--out", str(tmp_path / "runs")]

@@ -182,7 +182,7 @@ def test_a_run_that_ray_gives_up_has_failed_and_its_log_says_so(
     monkeypatch.setattr(ray, "get", give_up)
     monkeypatch.setattr(ray, "wait", lambda tasks, **_: (tasks, []))
     backend = on_ray.RayCluster({"cpu": {"num_cpus": 1}})
-    job = Job("dense-seed0", ("train",), tmp_path / "log.txt", "cpu")
+    job = Job("dense-seed0", ("train",), tmp_path / "log.txt", "cpu", call=list)
     backend._going["task"] = job
     assert backend.ended() == [(job, End(1))] and backend.ended() == []
     assert "Error: Ray could not run it: The worker died" in job.log.read_text()

@@ -12,6 +12,7 @@ from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint, predict
 from deepmoe.cli.compare import compare
 from deepmoe.cli.exits import exits
 from deepmoe.cli.models import config, describe, macs, models
+from deepmoe.cli.paper import paper
 from deepmoe.cli.sweep import sweep
 from deepmoe.cli.training import quickstart, teach, train
 from deepmoe.console import complain, drop_output, say
@@ -77,6 +78,7 @@ for verb in (
     analyze,
     sweep,
     compare,
+    paper,
     bench,
     describe,
     macs,

@@ -24,11 +24,10 @@ from deepmoe.config import DataConfig
 from deepmoe.console import complain
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
-from deepmoe.sweep import RESULTS_NAME, Grid, read_results, sweep
+from deepmoe.sweep import RESULTS_NAME, Grid, check_settings, sweep
 from deepmoe.sweep.grid import run_name
 from deepmoe.sweep.steps import last_checkpoint, resolved
 from deepmoe.training import fit
-from deepmoe.training.fit import as_pruned, changed_keys
 from deepmoe.training.lessons import is_lessons
 
 INPUTS_NAME = "inputs.json"  # what the runs of a folder start and learn from
@@ -74,7 +73,7 @@ def run_comparison(
     """
     rows, out = rows_of(asked), Path(out)
     grid = comparison_grid(asked, rows, jobs)
-    _check_settings(grid, out)
+    check_settings(grid, out, out / RESULTS_NAME)
     _check_inputs(asked, out)
     if not train:
         complete = all(_is_finished(last_checkpoint(out, run.name)) for run in grid.runs)
@@ -92,20 +91,6 @@ def run_comparison(
     latencies = _latencies(left, asked, latency_images) if latency_images else {}
     checkpoints = {name: run.model for name, run in left.items() if name != START}
     return Comparison(comparison_table(rows, measured, latencies), checkpoints, complete)
-
-
-def _check_settings(grid: Grid, out: Path) -> None:
-    """Refuses a folder that holds a comparison with other settings."""
-    done = read_results(out / RESULTS_NAME)
-    for run in grid.runs:
-        path = last_checkpoint(out, run.name)
-        other = run.name in done and not done[run.name].is_of(run)
-        if path.exists():
-            other |= bool(changed_keys(read_progress(path)[0], as_pruned(run.config, path)))
-        if other:
-            raise UserError(
-                f"{out} holds a {run.name} that was trained with other settings: give another --out"
-            )
 
 
 def _check_inputs(asked: Asked, out: Path) -> None:

@@ -158,7 +158,8 @@ def initialise(weight: Tensor, init: str) -> None:
 
     Args:
         weight: to fill; a row for each gate, a column for each mixture weight.
-        init: `ones`, `uniform(a, b)` or `normal(m, s)`; or, alike for all images at first,
+        init: `ones`, `uniform(a, b)`, `normal(m, s)`, or `linear`: as a linear layer of PyTorch
+            starts, uniform within 1 / sqrt(mixture weights); or, alike for all images at first,
             `channels(m, s)`: one normal number for each gate, or `split(p)`: a share p of the
             gates at one, all others closed. `split(p, s)` spreads the open ones evenly from
             1 + s to 1 - s.
@@ -166,13 +167,16 @@ def initialise(weight: Tensor, init: str) -> None:
     if init.strip() == "ones":
         nn.init.ones_(weight)
         return
+    if init.strip() == "linear":
+        nn.init.kaiming_uniform_(weight, a=5**0.5)  # as torch.nn.Linear does it
+        return
     found = _INIT.fullmatch(init.strip())
     name, text = found.groups() if found else ("", "")
     fill, counts = _FILL.get(name, (None, ()))
     numbers = [float(n) for n in map(str.strip, text.split(",")) if _NUMBER.fullmatch(n)]
     if fill is None or len(numbers) not in counts or len(numbers) != 1 + text.count(","):
         raise UserError(
-            "gate init is ones, uniform(a, b), normal(m, s), channels(m, s), split(p) or "
+            "gate init is ones, linear, uniform(a, b), normal(m, s), channels(m, s), split(p) or "
             f"split(p, s), not {init!r}"
         )
     try:

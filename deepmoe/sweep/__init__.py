@@ -2,7 +2,7 @@
 
 from deepmoe.sweep.grid import Grid, Run, grid_name, read_grid
 from deepmoe.sweep.results import RESULTS_NAME, RunResult, read_results
-from deepmoe.sweep.runner import sweep
+from deepmoe.sweep.runner import check_settings, sweep
 from deepmoe.sweep.summary import summary
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Grid",
     "Run",
     "RunResult",
+    "check_settings",
     "grid_name",
     "read_grid",
     "read_results",

@@ -16,7 +16,7 @@ from deepmoe import launch
 from deepmoe.errors import UserError
 from deepmoe.extras import require
 from deepmoe.files import write_atomically
-from deepmoe.sweep.schedule import End, Job
+from deepmoe.sweep.schedule import POLL_SECONDS, End, Job
 
 CONNECT_SECONDS = 30.0  # for a cluster to answer
 LOOK_SECONDS = 120.0  # for all of its machines to look for the folder of the runs
@@ -42,6 +42,7 @@ class RayCluster:
     """Hands jobs to a cluster that is connected; which machine runs one, and when, is Ray's."""
 
     taken = "handed to Ray"
+    poll_seconds = POLL_SECONDS
 
     def __init__(self, demands: Mapping[str, dict[str, float]]) -> None:
         """Takes what a job asks a machine for, by its device."""

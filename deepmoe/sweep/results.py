@@ -1,6 +1,7 @@
 """What a sweep's runs came to: one file, a line of JSON for each run."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import tomllib
@@ -84,6 +85,7 @@ def _read(path: Path) -> str:
         raise UserError(f"cannot read results in {path}: {reason}") from error
 
 
+@functools.lru_cache(maxsize=4096)  # a sweep reads the same lines again after every run
 def _parse(text: str) -> RunResult:
     line = json.loads(text)
     values = line["values"]

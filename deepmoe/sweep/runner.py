@@ -8,7 +8,7 @@ from deepmoe.checkpoint import read_progress
 from deepmoe.errors import UserError
 from deepmoe.files import exclusive, user_of
 from deepmoe.sweep.grid import Grid, Run
-from deepmoe.sweep.local import LocalProcesses
+from deepmoe.sweep.local import LocalProcesses, ThisProcess
 from deepmoe.sweep.on_ray import ray_cluster
 from deepmoe.sweep.results import RunResult, read_results
 from deepmoe.sweep.schedule import Backend, work_off
@@ -24,6 +24,7 @@ def sweep(
     command: str,
     jobs: int | None = None,
     ray: str | None = None,
+    here: bool = False,
 ) -> bool:
     """Trains what has no result yet, several runs side by side.
 
@@ -35,6 +36,7 @@ def sweep(
         jobs: runs side by side, on a cluster those that share a GPU; as the grid says if not
             given.
         ray: address of a Ray cluster that trains them, in place of this machine.
+        here: one after the other in this process, not in processes of their own.
 
     Returns:
         Whether all runs have a result now. A run that fails does not stop the others; its log
@@ -49,7 +51,8 @@ def sweep(
         waiting = _waiting(grid, out, results)
         if waiting:
             steps = list(steps_of(waiting, out, results, command=command, views=grid.views))
-            backend: AbstractContextManager[Backend] = nullcontext(LocalProcesses(jobs))
+            local = ThisProcess() if here else LocalProcesses(jobs)
+            backend: AbstractContextManager[Backend] = nullcontext(local)
             if ray is not None:
                 devices = {run.config.train.device for run in waiting}
                 backend = ray_cluster(ray, out, devices, jobs)
@@ -57,6 +60,29 @@ def sweep(
                 work_off(steps, taker)
     done = read_results(results)
     return all(run.name in done for run in grid.runs)
+
+
+def check_settings(grid: Grid, out: Path, results: Path) -> None:
+    """Refuses a folder that holds one of these runs with other settings.
+
+    Args:
+        grid: the runs.
+        out: folder of the runs' own folders.
+        results: file of one line a run.
+
+    Raises:
+        UserError: for such a run, be it finished or only begun.
+    """
+    done = read_results(results)
+    for run in grid.runs:
+        path = last_checkpoint(out, run.name)
+        other = run.name in done and not done[run.name].is_of(run)
+        if path.exists():
+            other |= bool(changed_keys(read_progress(path)[0], as_pruned(run.config, path)))
+        if other:
+            raise UserError(
+                f"{out} holds a {run.name} that was trained with other settings: give another --out"
+            )
 
 
 def _waiting(grid: Grid, out: Path, results: Path) -> list[Run]:

@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from deepmoe.console import complain
 from deepmoe.training.interrupts import stop_signals
 
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.2  # between two looks at jobs that run elsewhere
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Job:
     arguments: tuple[str, ...]  # a verb and what follows it
     log: Path  # its output is added to this file
     device: str  # as train.device says
+    call: Callable[[], object]  # the same in this process
     own: Path | None = None  # folder that it has to itself
 
 
@@ -37,6 +38,7 @@ class Backend(Protocol):
     """Who runs jobs."""
 
     taken: str  # what is said of a job once it is given away
+    poll_seconds: float  # between two looks at its jobs
 
     def has_room(self) -> bool:
         """Whether it takes another job."""
@@ -93,7 +95,7 @@ def work_off(steps: Sequence[Step], backend: Backend) -> None:
                     names = ", ".join(step.name for step in waiting)
                     complain(f"{names}: needs a run that failed")
                 break
-            time.sleep(POLL_SECONDS)
+            time.sleep(backend.poll_seconds)
             for job, end in backend.ended():
                 if going.pop(job.name).end(end):
                     undone.remove(job.name)

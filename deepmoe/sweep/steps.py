@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from deepmoe.checkpoint import CheckpointStore
@@ -13,6 +14,8 @@ from deepmoe.results import origin
 from deepmoe.sweep.grid import LESSONS, Run, group_of, with_checkpoints
 from deepmoe.sweep.results import add_result, read_results
 from deepmoe.sweep.schedule import End, Job, Step
+from deepmoe.training.fit import fit
+from deepmoe.training.lessons import teach_from
 from deepmoe.training.log import METRICS_NAME, read_metrics
 
 LOG_NAME = "log.txt"
@@ -64,10 +67,12 @@ class Training:
         """From its last checkpoint, if it has one."""
         folder = self.out / self.name
         folder.mkdir(parents=True, exist_ok=True)
-        config = folder / "sweep.toml"
-        config.write_text(config_to_toml(resolved(self.run, self.out)), encoding="utf-8")
-        arguments = ("train", str(config), "--resume", "--out", str(folder))
-        return Job(self.name, arguments, folder / LOG_NAME, self.run.config.train.device, folder)
+        path, config = folder / "sweep.toml", resolved(self.run, self.out)
+        path.write_text(config_to_toml(config), encoding="utf-8")
+        arguments = ("train", str(path), "--resume", "--out", str(folder))
+        call = partial(fit, config, folder, resume=True, quiet=True)
+        device = self.run.config.train.device
+        return Job(self.name, arguments, folder / LOG_NAME, device, call, folder)
 
     def end(self, end: End) -> bool:
         """Writes the result of a run that has ended; whether there is one."""
@@ -116,7 +121,8 @@ class Teaching:
         root = f"data.root={self.run.config.data.root}"
         options = ("--views", str(self.views), "--out", str(self.lessons), "--set", root)
         arguments = ("teach", *map(str, teachers), *options)
-        return Job(self.name, arguments, self._log, self.run.config.train.device)
+        call = partial(teach_from, teachers, self.views, self.lessons, [root])
+        return Job(self.name, arguments, self._log, self.run.config.train.device, call)
 
     def end(self, end: End) -> bool:
         """Whether they are there."""

@@ -39,6 +39,17 @@ def test_initialisations() -> None:
     assert normal.std().item() == pytest.approx(0.1, abs=0.01)
 
 
+def test_heads_may_start_as_a_linear_layer_does() -> None:
+    torch.manual_seed(3)
+    expected = torch.nn.Linear(100, 1000, bias=False).weight
+    torch.manual_seed(3)
+    heads = GateHeads(100, [1000], init="linear")
+    torch.testing.assert_close(heads.weight, expected)
+    assert heads.weight.abs().max().item() <= 0.1  # 1 / sqrt(100)
+    opened = (heads(simplex(50, 100))[0] > 0).float().mean().item()
+    assert opened == pytest.approx(0.5, abs=0.03)  # half of the gates
+
+
 def test_starts_that_are_alike_for_all_images() -> None:
     channels = GateHeads(50, [1000], init="channels(2, 0.1)").weight
     assert (channels == channels[:, :1]).all()

@@ -1,0 +1,177 @@
+"""The verb `paper`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from deepmoe.cli.common import as_typed, json_option, parse_numbers, set_option
+from deepmoe.console import print_table, say
+from deepmoe.errors import UserError
+
+if TYPE_CHECKING:
+    from deepmoe.paper import Finished, Workshop
+
+ALL, LIST = "all", "list"
+
+
+@click.command()
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--scale", default="short", show_default=True, help="full, short or smoke.")
+@set_option
+@click.option("--seeds", help="Seeds of all rows, with commas. [as the scale says]")
+@click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Runs at once.")
+@click.option("--ray", metavar="ADDRESS", help="Train on this Ray cluster instead.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder. [runs/paper/SCALE]")
+@click.option("--dry-run", is_flag=True, help="List the runs and their epochs; train nothing.")
+@json_option
+def paper(
+    names: tuple[str, ...],
+    scale: str,
+    overrides: tuple[str, ...],
+    seeds: str | None,
+    jobs: int,
+    ray: str | None,
+    out: Path | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Make tables and figures of the paper, ours beside theirs.
+
+    NAME is that of a table or figure, or all; without one, they are listed, with what each needs
+    and how long it takes. Scale full is the paper's schedule, short what one H200 does in minutes
+    or hours, smoke a trial on made-up data.
+
+    Runs are shared between names and not repeated: call it again to go on. Each name leaves
+    OUT/NAME.md, .png and .json.
+    """
+    from deepmoe.extras import require
+
+    require("report", "matplotlib")
+    from deepmoe.paper import PAGES, Workshop, page_named, scale_named
+
+    if names in ((), (LIST,)):
+        _list(as_json)
+        return
+    if len(names) > 1 and not {ALL, LIST}.isdisjoint(names):
+        raise UserError(f"{ALL} and {LIST} stand alone, without other names")
+    every = names == (ALL,)
+    pages = list(PAGES.values()) if every else [page_named(n) for n in dict.fromkeys(names)]
+    asked = scale_named(scale)
+    numbers = None if seeds is None else tuple(dict.fromkeys(parse_numbers("--seeds", seeds, int)))
+    if numbers is not None and min(numbers) < 0:
+        raise UserError(f"--seeds are whole numbers from 0 on, not {seeds}")
+    workshop = Workshop(
+        pages,
+        asked,
+        out or Path("runs", "paper", asked.name),
+        overrides,
+        seeds=numbers,
+        leave_out=every,
+        look=not dry_run,
+    )
+    if dry_run:
+        _print_plan(workshop, as_json)
+        return
+    own = "" if seeds is None else f" --seeds {seeds}"
+    command = f"deepmoe paper {' '.join(names)} --scale {scale}{own}{as_typed(overrides)}"
+    workshop.train(command=command, jobs=jobs, ray=ray)
+    finished = [workshop.finish(name, command=command) for name in workshop.pages]
+    if as_json:
+        say(json.dumps({done.page.name: done.values for done in finished}, indent=2))
+    else:
+        for done in finished:
+            _print(done)
+        say(f"next: {_next(names, scale, finished[-1])}")
+    lacking = [done.page.name for done in finished if not done.complete]
+    if lacking:
+        raise UserError(f"some runs of {', '.join(lacking)} have no result; their logs tell why")
+
+
+def _print(done: "Finished") -> None:
+    say(f"{done.page.name}: {done.page.title}")
+    for number, table in enumerate(done.tables):
+        if number:
+            say(table.title)
+        print_table(table.header, table.cells)
+    if done.values["shortened"]:
+        say(f"Shortened: {done.values['shortened']}.")
+    for note in done.page.notes:
+        say(note)
+    say(f"table: {done.path}; plot: {done.path.with_suffix('.png')}")
+    say()
+
+
+def _next(names: tuple[str, ...], scale: str, done: "Finished") -> str:
+    if scale == "smoke" or done.checkpoint is None:
+        return f"deepmoe paper {' '.join(names)} --scale short --set data.root=PATH"
+    return f"deepmoe analyze {done.checkpoint}"
+
+
+def _print_plan(workshop: "Workshop", as_json: bool) -> None:
+    from deepmoe.sweep import read_results
+
+    done = read_results(workshop.results)
+    runs = [
+        {
+            "run": run.name,
+            "epochs": run.config.train.total_epochs,
+            "batch size": run.config.train.batch_size,
+            "after": run.needs,
+            "done": run.name in done,
+        }
+        for run in workshop.plan.grid(1).in_order
+    ]
+    if as_json:
+        say(json.dumps(runs, indent=2))
+        return
+    header = ("run", "epochs", "batch size", "after", "done")
+    cells = [[_short(line[key]) for key in header] for line in runs]
+    print_table(header, cells)
+    left = [line for line in runs if not line["done"]]
+    epochs = sum(int(str(line["epochs"])) for line in left)
+    say(f"{len(left)} of {len(runs)} runs to train, {epochs:,} epochs in all")
+
+
+def _short(value: object) -> str:
+    if isinstance(value, list):
+        return f"{value[0]} and {len(value) - 1} more" if len(value) > 1 else "".join(value)
+    return ("yes" if value else "") if isinstance(value, bool) else str(value)
+
+
+def _list(as_json: bool) -> None:
+    from deepmoe.paper import PAGES, SCALES
+    from deepmoe.paper.sources import SOURCES
+
+    if as_json:
+        listed = [
+            {
+                "name": page.name,
+                "title": page.title,
+                "needs": [f"{SOURCES[d].title}: {SOURCES[d].layout}" for d in page.data],
+                "takes": dict(page.takes),
+                "shortened": page.shortened,
+            }
+            for page in PAGES.values()
+        ]
+        say(json.dumps(listed, indent=2))
+        return
+    header = ("name", "shows", "needs", *(f"{scale} takes" for scale in SCALES))
+    print_table(
+        header,
+        [
+            (
+                page.name,
+                page.title,
+                " and ".join(SOURCES[d].title for d in page.data),
+                *(page.takes[scale] for scale in SCALES),
+            )
+            for page in PAGES.values()
+        ],
+    )
+    say("Times are estimates for one H200 with --jobs 5; smoke: for a CPU, one core of it.")
+    say("Data is looked for in data, or where --set data.root=PATH says; smoke makes up its own.")
+    for source in SOURCES.values():
+        say(f"{source.title}: {source.layout}")
+    say("next: deepmoe paper all --scale smoke")

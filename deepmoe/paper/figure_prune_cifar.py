@@ -1,0 +1,70 @@
+"""Error against MACs of vgg16 and resnet56 on CIFAR-10: pruning methods and narrow DeepMoE."""
+
+from deepmoe.paper.page import ERROR, MACS, MORE_TRAINING, Column, Page, Row
+from deepmoe.paper.plan import Plan
+from deepmoe.paper.plots import against_macs
+
+DATA = "cifar10"
+METHODS = {"li": "Li", "he": "He", "thinet": "ThiNet", "sss": "SSS"}
+# Of each network: share of the dense MACs, and of the channels that cost as much.
+COSTS = {
+    "vgg16": {0.7: 0.82, 0.5: 0.685, 0.3: 0.52},
+    "resnet56": {0.7: 0.655, 0.5: 0.46, 0.3: 0.265},
+}
+# Networks of Li's paper, with their errors and MACs there.
+LI = {
+    "vgg16": {"vgg16-a": {"error": 6.60, "macs": 2.06e8}},
+    "resnet56": {
+        "resnet56-a": {"error": 6.90, "macs": 1.12e8},
+        "resnet56-b": {"error": 6.94, "macs": 9.09e7},
+    },
+}
+LI_DENSE = {"vgg16": {"error": 6.75, "macs": 3.13e8}, "resnet56": {"error": 6.96, "macs": 1.25e8}}
+HE = {("resnet56", 0.5): {"error": 8.2}}  # 91.8 % at half of the MACs
+
+
+def rows(plan: Plan) -> list[Row]:
+    """Every method at every cost, for both networks."""
+    (seed, *_) = plan.seeds(1)
+    networks = ("vgg16",) if plan.scale.thin else tuple(COSTS)
+    return [row for network in networks for row in _rows(plan, network, seed)]
+
+
+def _rows(plan: Plan, network: str, seed: int) -> list[Row]:
+    costs = {0.5: COSTS[network][0.5]} if plan.scale.thin else COSTS[network]
+    found = [Row(f"{network}, dense", (plan.dense(DATA, network, seed),), LI_DENSE[network])]
+    for setting, paper in LI[network].items():
+        run = plan.method(DATA, network, "li", 1.0, seed, setting=setting)
+        found.append(Row(f"{network}, Li's {setting}", (run,), paper))
+    for method, title in METHODS.items():
+        for share in costs:
+            run, paper = plan.method(DATA, network, method, share, seed), {}
+            if method == "he":
+                paper = HE.get((network, share), {})
+            curve = f"{network}, {title}"
+            found.append(Row(f"{curve} at {share:.0%}", (run,), paper, curve))
+    for share, channels in costs.items():
+        run, curve = plan.ours(DATA, network, channels, seed), f"{network}, DeepMoE, ours"
+        found.append(Row(f"{curve}, at {share:.0%}", (run,), curve=curve))
+    literal = plan.literal(DATA, network, seed)
+    return [*found, Row(f"{network}, DeepMoE, literal", (literal,))]
+
+
+PAGE = Page(
+    name="figure-prune-cifar",
+    title="error against MACs of vgg16 and resnet56 on CIFAR-10: pruning and narrow DeepMoE",
+    data=(DATA,),
+    takes={"full": "about 6 hours", "short": "about 25 min", "smoke": "5 s"},
+    shortened=(
+        "38 epochs in one cycle for the start and again for each method, in place of 350 and each "
+        "method's own schedule; one seed"
+    ),
+    rows=rows,
+    columns=(ERROR, MACS, Column("share", "of dense MACs")),
+    plot=against_macs,
+    notes=(
+        "DeepMoE's paper has this as a picture without figures: those in the columns of the paper "
+        "are Li's and He's own, and the best test epoch in Li's case.",
+        MORE_TRAINING,
+    ),
+)

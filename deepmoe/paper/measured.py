@@ -1,0 +1,79 @@
+"""Figures that only a checkpoint can tell; measured once, and kept beside it."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from deepmoe.checkpoint import Checkpoint, load_checkpoint
+from deepmoe.data import DataSource, open_data
+from deepmoe.devices import autocast, choose_device, choose_precision
+from deepmoe.errors import UserError
+from deepmoe.evaluation.batches import batches_for
+from deepmoe.files import write_atomically
+from deepmoe.paper.page import Line
+from deepmoe.paper.plan import Plan
+
+TOP = 5
+FIGURES = "figures"  # what a file of them holds
+
+
+def kept(checkpoint: Path, name: str, measure: Callable[[], Line]) -> Line:
+    """What was measured of a checkpoint, or is now.
+
+    Args:
+        checkpoint: of a finished run.
+        name: of the page that measures.
+        measure: gives the figures.
+
+    Raises:
+        UserError: where the checkpoint is gone, or what was kept is damaged.
+    """
+    if not checkpoint.exists():
+        raise UserError(
+            f"{name} needs {checkpoint}, which is gone though the run's result is there: remove "
+            "its line of runs.jsonl to train it again"
+        )
+    path = checkpoint.with_name(f"{name}.json")
+    if path.exists() and path.stat().st_mtime_ns > checkpoint.stat().st_mtime_ns:
+        return _read(path)
+    figures = measure()
+    write_atomically(path, json.dumps({FIGURES: figures}, indent=2).encode())
+    return figures
+
+
+def _read(path: Path) -> Line:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get(FIGURES), dict):
+        raise UserError(f"{path} is damaged: remove it, and call this again")
+    return found[FIGURES]
+
+
+@contextmanager
+def opened(path: Path, plan: Plan, data: str) -> Iterator[tuple[Checkpoint, DataSource]]:
+    """A checkpoint on the device and in the precision it was trained in, and its data."""
+    loaded = load_checkpoint(path)
+    train = loaded.config.train
+    device = choose_device(train.device)
+    loaded.model.to(device)
+    source = open_data(plan.data_config(data), batch_size=2, device=device, info=loaded.info)
+    with autocast(device, choose_precision(train.precision, device)):
+        yield loaded, source
+
+
+@torch.inference_mode()
+def top_errors(path: Path, plan: Plan, data: str) -> Line:
+    """Top-5 error in percent, on the images that accuracy is measured on."""
+    wrong = images = 0
+    with opened(path, plan, data) as (loaded, source):
+        for x_BCHW, labels in batches_for(loaded.model, source.evaluation):
+            logits = loaded.model(x_BCHW).logits
+            best = logits.topk(min(TOP, logits.shape[1]), dim=1).indices
+            wrong += int((best != labels[:, None]).all(dim=1).sum())
+            images += len(labels)
+    return {"top5": 100 * wrong / images}

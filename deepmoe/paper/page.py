@@ -1,0 +1,125 @@
+"""What a table or figure of the paper is here: its runs, the paper's figures, how it is shown."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deepmoe.paper.plan import Plan
+from deepmoe.sweep import RunResult
+from deepmoe.sweep.steps import last_checkpoint
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Line = dict[str, Any]
+"""A row with its figures, as plain values."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A network of a table, or a point of a figure.
+
+    Attributes:
+        title: for people.
+        runs: names, a seed each; none for what only the paper has.
+        paper: its figures, by column.
+        curve: that it is a point of, in a figure.
+        part: of what is measured of its runs, where that has several.
+    """
+
+    title: str
+    runs: tuple[str, ...] = ()
+    paper: Mapping[str, float] = field(default_factory=dict)
+    curve: str = ""
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of each row.
+
+    Attributes:
+        key: in rows and in the paper's figures.
+        title: for people.
+        unit: `%`, `points`, `MACs`, `count` or `bytes`.
+        compared: whether the difference from the paper's figure is shown.
+    """
+
+    key: str
+    title: str
+    unit: str = "%"
+    compared: bool = False
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table as people read it."""
+
+    title: str
+    header: tuple[str, ...]
+    cells: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the runs of a page came to.
+
+    Attributes:
+        plan: of its runs.
+        folder: of the runs' own folders.
+        results: of finished runs, by name.
+        measured: of their checkpoints, by name.
+        lines: the rows with their figures.
+    """
+
+    plan: Plan
+    folder: Path
+    results: Mapping[str, RunResult]
+    measured: Mapping[str, Line] = field(default_factory=dict)
+    lines: tuple[Line, ...] = ()
+
+    def checkpoint(self, run: str) -> Path:
+        """What a finished run has left."""
+        return last_checkpoint(self.folder, run)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A table or figure of the paper.
+
+    Attributes:
+        name: on the command line.
+        title: what it shows.
+        data: keys of the data sets it is of.
+        takes: how long it takes, by scale.
+        shortened: what the short scale leaves out of the paper's schedule.
+        rows: adds its runs to a plan, and gives its rows.
+        columns: of the table.
+        plot: of what was made.
+        notes: what the paper says beyond figures, or does not say.
+        measure: figures of a run beyond those of its last epoch, from its checkpoint; they are
+            kept in the run's folder.
+        more: other tables, of what was made.
+    """
+
+    name: str
+    title: str
+    data: tuple[str, ...]
+    takes: Mapping[str, str]
+    shortened: str
+    rows: Callable[[Plan], Sequence[Row]]
+    columns: tuple[Column, ...]
+    plot: Callable[[Made], "Figure"]
+    notes: tuple[str, ...] = ()
+    measure: Callable[[Path, Plan], Line] | None = None
+    more: Callable[[Made], Sequence[Shown]] | None = None
+
+
+# Of every page that has ours beside dense networks: what else differs than the gates.
+MORE_TRAINING = (
+    "Ours has trained twice as long as the dense rows, its start included, and learns from dense "
+    "networks; docs/recipe.md tells what that is worth without gates."
+)
+ERROR = Column("error", "error", compared=True)
+MACS = Column("macs", "MACs", "MACs")

@@ -1,0 +1,54 @@
+"""Plots of tables and figures: ours as filled points, the paper's as hollow ones."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from deepmoe.analysis.plots import MARKERS, new_figure
+from deepmoe.paper.page import Line, Made
+
+
+def against_macs(made: Made, key: str = "error", title: str = "error, %") -> Figure:
+    """A figure of each row against its MACs; rows of one curve are joined."""
+    figure, axes = new_figure(9, 5)
+    curves = list(dict.fromkeys(line["curve"] or line["row"] for line in made.lines))
+    for number, name in enumerate(curves):
+        points = [line for line in made.lines if (line["curve"] or line["row"]) == name]
+        marker = MARKERS[number % len(MARKERS)]
+        style: dict[str, Any] = {"color": f"C{number % 10}", "marker": marker}
+        ours = sorted((p["macs"], p[key]) for p in points if key in p)
+        axes.plot([x / 1e6 for x, _ in ours], [y for _, y in ours], label=name, **style)
+        theirs = sorted(
+            (p["paper"].get("macs", p.get("macs")), p["paper"][key])
+            for p in points
+            if key in p["paper"] and ("macs" in p["paper"] or "macs" in p)
+        )
+        if theirs:
+            x, y = [x / 1e6 for x, _ in theirs], [y for _, y in theirs]
+            axes.plot(x, y, linestyle=":", fillstyle="none", label=f"{name}, paper", **style)
+    axes.set(xlabel="mean MACs an image, millions", ylabel=title)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    return figure
+
+
+def bars(lines: Sequence[Line], keys: dict[str, str], unit: str) -> Figure:
+    """Some figures of each row side by side, by their titles; the paper's as outlines."""
+    figure, axes = new_figure(max(6, 1.2 * len(lines)), 4.5)
+    width = 0.8 / len(keys)
+    for number, (key, title) in enumerate(keys.items()):
+        places = [place + number * width for place in range(len(lines))]
+        heights = [line.get(key, float("nan")) for line in lines]
+        axes.bar(places, heights, width, label=title, color=f"C{number}")
+        theirs = [line["paper"].get(key, float("nan")) for line in lines]
+        if any(key in line["paper"] for line in lines):
+            outline: dict[str, Any] = {"fill": False, "edgecolor": "black", "linestyle": ":"}
+            axes.bar(places, theirs, width, label=f"{title}, paper", **outline)
+    middle = 0.4 - width / 2
+    names = [line["row"] for line in lines]
+    axes.set_xticks([p + middle for p in range(len(lines))], names, rotation=30, ha="right")
+    axes.set_ylabel(unit)
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend(fontsize=8)
+    return figure

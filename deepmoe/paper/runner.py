@@ -1,0 +1,227 @@
+"""From names to tables: trains what is missing, measures, and writes table, plot and JSON."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepmoe.analysis.plots import drawn
+from deepmoe.console import complain
+from deepmoe.devices import choose_device
+from deepmoe.errors import UserError
+from deepmoe.files import check_writable, write_together
+from deepmoe.paper.measured import kept
+from deepmoe.paper.page import Line, Made, Page, Row, Shown
+from deepmoe.paper.plan import Plan
+from deepmoe.paper.scales import SHORT, Scale
+from deepmoe.paper.smoke_data import make_smoke_data
+from deepmoe.paper.tables import line_of, run_figures, shown
+from deepmoe.results import markdown_table, with_origin
+from deepmoe.sweep import RESULTS_NAME, RunResult, check_settings, read_results, sweep
+
+DATA_NAME, RUNS_NAME = "data", "runs"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A page that was made.
+
+    Attributes:
+        page: what it is.
+        tables: as people read them; the first one is ours beside the paper's.
+        values: as they are written.
+        complete: whether all of its runs have a result.
+        path: of the table; plot and JSON lie beside it.
+        checkpoint: of the last network in it, if any is trained.
+    """
+
+    page: Page
+    tables: tuple[Shown, ...]
+    values: dict[str, Any]
+    complete: bool
+    path: Path
+    checkpoint: Path | None
+
+
+class Workshop:
+    """Where tables and figures of a scale are made.
+
+    Args:
+        pages: to be made.
+        scale: how much is spent on them.
+        out: folder of all that is made. Runs that are there already are not repeated.
+        overrides: settings of all runs, as for `--set`.
+        seeds: of all rows; as the scale says if not given.
+        leave_out: whether pages without their data are left out, with a word on it.
+        look: whether to look for the data; without, nothing can be trained.
+
+    Raises:
+        UserError: for data that is not there, settings that can't be, or a folder with runs of
+            other settings.
+    """
+
+    def __init__(
+        self,
+        pages: Sequence[Page],
+        scale: Scale,
+        out: Path,
+        overrides: Sequence[str] = (),
+        *,
+        seeds: Sequence[int] | None = None,
+        leave_out: bool = False,
+        look: bool = True,
+    ) -> None:
+        self.out, self.scale, self.overrides = out, scale, tuple(overrides)
+        check_writable(out / RUNS_NAME)
+        made_up = out / DATA_NAME if scale.thin else None
+        self.plan = Plan(scale, overrides, None if made_up is None else str(made_up), seeds)
+        for data in dict.fromkeys(data for page in pages for data in page.data):
+            self.plan.data_config(data)  # tells of settings that can't be, before anything is made
+        if look and made_up is not None and self.plan.root == str(made_up):
+            make_smoke_data(made_up)
+        if look:
+            pages = self._with_data(pages, leave_out)
+        self.pages: dict[str, tuple[Page, tuple[Row, ...]]] = {
+            page.name: (page, tuple(page.rows(self.plan))) for page in pages
+        }
+        check_settings(self.plan.grid(1), self.runs, self.results)
+
+    @property
+    def runs(self) -> Path:
+        """Folder of the runs' own folders."""
+        return self.out / RUNS_NAME
+
+    @property
+    def results(self) -> Path:
+        """File of one line a run."""
+        return self.out / RESULTS_NAME
+
+    def train(self, *, command: str, jobs: int = 1, ray: str | None = None) -> None:
+        """Trains what has no result yet; thin networks in this process, unless several at once."""
+        grid = self.plan.grid(jobs)
+        here = self.scale.thin and jobs == 1 and ray is None
+        with _one_thread() if here else nullcontext():
+            sweep(grid, self.runs, self.results, command=command, jobs=jobs, ray=ray, here=here)
+
+    def finish(self, name: str, *, command: str) -> Finished:
+        """Measures what a page's runs have left, and writes its table, plot and JSON."""
+        page, rows = self.pages[name]
+        results, wanted = read_results(self.results), {run for row in rows for run in row.runs}
+        done = {run: results[run] for run in wanted if run in results}
+        made = Made(self.plan, self.runs, done)
+        measured: dict[str, Line] = {}
+        if page.measure is not None:
+            measured = {run: self._measured(page, made, run) for run in sorted(done)}
+        lines = tuple(line_of(row, _figures(row, done, measured)) for row in rows)
+        made = Made(self.plan, self.runs, done, measured, lines)
+        others = () if page.more is None else tuple(page.more(made))
+        tables = (shown(page.title, page.columns, lines), *others)
+        values = {
+            "name": page.name,
+            "title": page.title,
+            "scale": self.scale.name,
+            "shortened": self._shortened(page),
+            "notes": list(page.notes),
+            "trained_on": sorted({result.line["hardware"] for result in done.values()}),
+            "tables": [asdict(table) for table in tables],
+            "rows": list(lines),
+            "measured": measured,
+        }
+        complete = len(done) == len(wanted)
+        trained = [made.checkpoint(run) for row in rows for run in row.runs if run in done]
+        last = trained[-1] if trained else None
+        finished = Finished(page, tables, values, complete, self.out / f"{page.name}.md", last)
+        self._write(finished, made, command)
+        return finished
+
+    def _with_data(self, pages: Sequence[Page], leave_out: bool) -> list[Page]:
+        """Those whose data is there.
+
+        Raises:
+            UserError: where it is not, or of none of them.
+        """
+        there = []
+        for page in pages:
+            try:
+                for data in page.data:
+                    self.plan.open(data)
+            except UserError as error:
+                if not leave_out:
+                    raise UserError(f"{page.name}: {error}") from error
+                complain(f"{page.name} is left out: {error}")
+                continue
+            there.append(page)
+        if not there:
+            raise UserError("there is data for none of these: see above what to give")
+        return there
+
+    def _measured(self, page: Page, made: Made, run: str) -> Line:
+        path, measure = made.checkpoint(run), page.measure
+        assert measure is not None
+        return kept(path, page.name, lambda: measure(path, self.plan))
+
+    def _shortened(self, page: Page) -> str:
+        told = page.shortened if self.scale.name == SHORT else ""
+        if self.scale.thin:
+            told = "made-up data, thin networks, two epochs: shows that everything runs, no more"
+        set_here = [item for item in self.overrides if "data.root" not in item]
+        return "; but ".join([told] * bool(told) + [f"set {', '.join(set_here)}"] * bool(set_here))
+
+    def _write(self, finished: Finished, made: Made, command: str) -> None:
+        seed = min((r.line["seed"] for r in made.results.values()), default=0)
+        device = choose_device(next(iter(self.plan.runs.values())).config.train.device)
+        result = with_origin(finished.values, command=command, seed=seed, device=device)
+        name = finished.page.name
+        contents = {
+            f"{name}.md": as_markdown(finished.values).encode(),
+            f"{name}.json": (json.dumps(result, indent=2) + "\n").encode(),
+            f"{name}.png": drawn(finished.page.plot(made), "png"),
+        }
+        write_together(self.out, contents)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Thin networks are so small that threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def as_markdown(values: dict[str, Any]) -> str:
+    """A page as Markdown, from what was written of it."""
+    parts = [f"# {values['name']}: {values['title']}", *_words(values)]
+    for number, table in enumerate(values["tables"]):
+        parts += [f"## {table['title']}"] if number else []
+        parts.append(markdown_table(table["header"], table["cells"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _words(values: dict[str, Any]) -> list[str]:
+    shortened = f": {values['shortened']}" if values["shortened"] else ", the paper's schedule"
+    return [f"Scale: {values['scale']}{shortened}.", *values["notes"]]
+
+
+def _figures(
+    row: Row, done: dict[str, RunResult], measured: dict[str, Line]
+) -> list[dict[str, Any]]:
+    found = []
+    for run in row.runs:
+        if run in done:
+            own = measured.get(run, {})
+            own = own.get(row.part, {}) if row.part else own
+            try:
+                found.append({**run_figures(done[run].figures), **own})
+            except (KeyError, TypeError) as error:
+                raise UserError(
+                    f"the result of {run} lacks figures ({error}): remove its line of "
+                    f"{RESULTS_NAME} to train it again"
+                ) from error
+    return found

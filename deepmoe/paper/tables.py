@@ -1,0 +1,92 @@
+"""From the results of runs to rows: means over seeds, ours beside the paper's."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deepmoe.costs import format_macs
+from deepmoe.paper.page import Column, Line, Row, Shown
+
+NONE = "-"  # where the paper, or a run that is not finished, has no figure
+
+
+def line_of(row: Row, figures: Sequence[Mapping[str, Any]]) -> Line:
+    """A row with means and deviations over the seeds that are done.
+
+    Args:
+        row: of a page.
+        figures: of each of its finished runs.
+    """
+    line: Line = {"row": row.title, "curve": row.curve, "runs": list(row.runs)}
+    line |= {"seeds": len(figures), "paper": dict(row.paper)}
+    numbers = [k for k in (figures[0] if figures else ()) if _is_number(figures[0][k])]
+    for key in numbers:
+        values = [f[key] for f in figures if _is_number(f.get(key))]
+        line[key] = statistics.fmean(values)
+        if len(values) > 1:
+            line[f"{key}_deviation"] = statistics.stdev(values)
+    line["difference"] = {
+        key: line[key] - theirs for key, theirs in row.paper.items() if key in line
+    }
+    return line
+
+
+def run_figures(last: Mapping[str, Any]) -> Line:
+    """The figures of a run, of its last epoch: errors and shares in percent."""
+    accuracy = 100 * last["accuracy"]
+    figures = {
+        "accuracy": accuracy,
+        "error": 100 - accuracy,
+        "macs": last["macs"],
+        "share": 100 * last["macs"] / last["dense_macs"],
+        "active": 100 * last["active"],
+        "seconds": last.get("seconds"),
+    }
+    figures["reduction"] = 100 - figures["share"]
+    return figures
+
+
+def shown(title: str, columns: Sequence[Column], lines: Sequence[Line]) -> Shown:
+    """The table for people: for each figure ours, the paper's where it has some, the difference."""
+    header, parts = ["network"], [[line["row"] for line in lines]]
+    for column in columns:
+        header.append(column.title)
+        parts.append([_ours(line, column) for line in lines])
+        if not any(column.key in line["paper"] for line in lines):
+            continue
+        header.append(f"{column.title}, paper")
+        parts.append([_cell(line["paper"].get(column.key), column.unit) for line in lines])
+        if column.compared:
+            header.append(f"{column.title}, difference")
+            parts.append([_difference(line["difference"].get(column.key)) for line in lines])
+    header.append("seeds")
+    parts.append([str(line["seeds"]) if line["seeds"] else NONE for line in lines])
+    return Shown(title, tuple(header), tuple(zip(*parts, strict=True)))
+
+
+def _ours(line: Line, column: Column) -> str:
+    deviation = line.get(f"{column.key}_deviation")
+    spread = "" if deviation is None or column.unit != "%" else f" ± {deviation:.2f}"
+    return _cell(line.get(column.key), column.unit) + spread
+
+
+def _cell(value: float | None, unit: str) -> str:
+    if value is None:
+        return NONE
+    if unit == "%":
+        return f"{value:.2f} %"
+    if unit == "points":
+        return f"{value:.2f}"
+    if unit == "MACs":
+        return format_macs(value)
+    if unit == "bytes":
+        return f"{value / 2**20:.2f} MiB"
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.2f}"
+
+
+def _difference(value: float | None) -> str:
+    return NONE if value is None else f"{value:+.2f}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,94 @@
+"""All tables and figures at the smallest scale, from the command line to the files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from deepmoe.cli import main
+from deepmoe.paper import PAGES
+from deepmoe.sweep import RESULTS_NAME, read_results
+
+
+def paper(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["paper", *map(str, arguments)])
+
+
+def told(result: Result) -> str:
+    """The one sentence that a mistake is told in."""
+    assert result.exit_code == 2, result.output
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    return line
+
+
+# One test: what it makes takes most of a minute, and would be made anew in another process.
+def test_all_names_at_the_smoke_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, smoke = tmp_path / "out", ("--scale", "smoke", "--out", tmp_path / "out")
+    result = paper("all", *smoke)
+    assert result.exit_code == 0, result.output
+    assert "next: deepmoe paper all --scale short" in result.stdout
+    check_files(out)
+    check_figures(out)
+    results = read_results(out / RESULTS_NAME)
+    before = (out / "table-cifar.md").read_text()
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a finished run was repeated")
+
+    monkeypatch.setattr("deepmoe.sweep.steps.fit", fail)
+    again = paper("table-cifar", "table-memory", *smoke, "--json")
+    assert again.exit_code == 0, again.output
+    assert list(json.loads(again.stdout)) == ["table-cifar", "table-memory"]
+    assert (out / "table-cifar.md").read_text() == before
+    assert read_results(out / RESULTS_NAME).keys() == results.keys()
+    check_refusals(out, smoke)
+
+
+def check_files(out: Path) -> None:
+    for name, page in PAGES.items():
+        written = json.loads((out / f"{name}.json").read_text())
+        assert written["command"] == "deepmoe paper all --scale smoke" and written["hardware"]
+        assert written["versions"]["torch"] and "commit" in written
+        assert (out / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+        text, values = (out / f"{name}.md").read_text(), written["values"]
+        assert text.startswith(f"# {name}: {page.title}")
+        assert values["rows"] and all(row["row"] in text for row in values["rows"])
+        finished = [row for row in values["rows"] if row["runs"]]
+        assert all(row["seeds"] == len(row["runs"]) == 1 for row in finished)
+
+
+def check_figures(out: Path) -> None:
+    def rows(name: str) -> dict[str, dict]:
+        values = json.loads((out / f"{name}.json").read_text())["values"]
+        return {row["row"]: row for row in values["rows"]}
+
+    wide = rows("table-cifar")["CIFAR-100, resnet110, wide DeepMoE, ours"]
+    assert wide["paper"] == {"error": 26.14}
+    assert wide["difference"]["error"] == pytest.approx(wide["error"] - 26.14)
+    assert (
+        rows("table-pruned-resnet50")["He"]["top5"] <= rows("table-pruned-resnet50")["He"]["error"]
+    )
+    memory = rows("table-memory")
+    masked, narrowed = (memory[f"DeepMoE, ours, {part}"] for part in ("masked", "narrowed"))
+    assert narrowed["parameters"] < masked["parameters"]
+    assert narrowed["file_bytes"] < masked["file_bytes"]
+    assert rows("figure-expressive")["narrow DeepMoE, ours"]["distinct"] >= 1
+    assert "out_of_group" in rows("figure-shuffle")["narrow DeepMoE, literal: all classes"]
+    scenes = (out / "table-cityscapes.md").read_text()
+    assert "| class | DRN-A-50, dense |" in scenes and "| background |" in scenes
+
+
+def check_refusals(out: Path, smoke: tuple[object, ...]) -> None:
+    """What another call makes of settings that changed, and of files that were damaged."""
+    epochs = paper("table-memory", *smoke, "--set", "train.epochs=2")
+    assert "was trained with other settings: give another --out" in told(epochs)
+    run = out / "runs" / "cifar100-vgg16-dense-seed0"
+    (run / "table-memory.json").write_text('{"dense": ')
+    assert "table-memory.json is damaged" in told(paper("table-memory", *smoke))
+    (run / "table-memory.json").unlink()
+    (run / "last.safetensors").unlink()
+    assert "which is gone" in told(paper("table-memory", *smoke))
+    lines = (out / RESULTS_NAME).read_text()
+    (out / RESULTS_NAME).write_text(lines[:-100])
+    assert "is not the result of a sweep's run" in told(paper("figure-rnp", *smoke))
