@@ -41,12 +41,15 @@ def rows(plan: Plan) -> list[Row]:
     """Narrow networks of both recipes, and a wide one."""
     (seed, *_) = plan.seeds(1)
     networks = {
-        "narrow DeepMoE, literal": plan.literal(DATA, NETWORK, seed),
-        "narrow DeepMoE, ours": plan.ours(DATA, NETWORK, SHARE, seed),
-        "W13-All DeepMoE, literal": plan.literal(DATA, WIDE, seed),
-        "W13-All DeepMoE, ours": plan.ours(DATA, WIDE, WIDE_SHARE, seed),
+        ("vgg16", "DeepMoE, literal"): plan.literal(DATA, NETWORK, seed),
+        ("vgg16", "DeepMoE, ours"): plan.ours(DATA, NETWORK, SHARE, seed),
+        ("W13-All", "DeepMoE, literal"): plan.literal(DATA, WIDE, seed),
+        ("W13-All", "DeepMoE, ours"): plan.ours(DATA, WIDE, WIDE_SHARE, seed),
     }
-    return [Row(title, (run,)) for title, run in networks.items()]
+    return [
+        Row({"network": network, "method": method}, (run,))
+        for (network, method), run in networks.items()
+    ]
 
 
 def measure(path: Path, plan: Plan) -> Line:

@@ -5,6 +5,7 @@ from deepmoe.paper.plan import Plan
 from deepmoe.paper.plots import against_macs
 
 DATA = "cifar10"
+OURS = "DeepMoE, ours"
 METHODS = {"li": "Li", "he": "He", "thinet": "ThiNet", "sss": "SSS"}
 # Of each network: share of the dense MACs, and of the channels that cost as much.
 COSTS = {
@@ -32,22 +33,29 @@ def rows(plan: Plan) -> list[Row]:
 
 def _rows(plan: Plan, network: str, seed: int) -> list[Row]:
     costs = {0.5: COSTS[network][0.5]} if plan.scale.thin else COSTS[network]
-    found = [Row(f"{network}, dense", (plan.dense(DATA, network, seed),), LI_DENSE[network])]
+
+    def named(method: str, cost: str = "") -> dict[str, str]:
+        return {"network": network, "method": method, "asked for": cost}
+
+    found = [Row(named("dense"), (plan.dense(DATA, network, seed),), LI_DENSE[network])]
     for setting, paper in LI[network].items():
         run = plan.method(DATA, network, "li", 1.0, seed, setting=setting)
-        found.append(Row(f"{network}, Li's {setting}", (run,), paper))
+        found.append(Row(named("Li, L1 filter norms", f"Li's {setting}"), (run,), paper))
     for method, title in METHODS.items():
         for share in costs:
             run, paper = plan.method(DATA, network, method, share, seed), {}
             if method == "he":
                 paper = HE.get((network, share), {})
-            curve = f"{network}, {title}"
-            found.append(Row(f"{curve} at {share:.0%}", (run,), paper, curve))
+            label = named(title, f"{share:.0%} of the MACs")
+            found.append(Row(label, (run,), paper, f"{network}, {title}"))
     for share, channels in costs.items():
-        run, curve = plan.ours(DATA, network, channels, seed), f"{network}, DeepMoE, ours"
-        found.append(Row(f"{curve}, at {share:.0%}", (run,), curve=curve))
+        run, label = (
+            plan.ours(DATA, network, channels, seed),
+            named(OURS, f"{share:.0%} of the MACs"),
+        )
+        found.append(Row(label, (run,), curve=f"{network}, {OURS}"))
     literal = plan.literal(DATA, network, seed)
-    return [*found, Row(f"{network}, DeepMoE, literal", (literal,))]
+    return [*found, Row(named("DeepMoE, literal"), (literal,))]
 
 
 PAGE = Page(

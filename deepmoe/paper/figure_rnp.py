@@ -13,15 +13,19 @@ def rows(plan: Plan) -> list[Row]:
     """The dense network, and three costs of both methods."""
     (seed, *_) = plan.seeds(1)
     costs = dict(list(COSTS.items())[1:2]) if plan.scale.thin else COSTS
-    found = [Row("dense", (plan.dense(DATA, NETWORK, seed),))]
+
+    def named(method: str, cost: str = "") -> dict[str, str]:
+        return {"method": method, "asked for": cost}
+
+    found = [Row(named("dense"), (plan.dense(DATA, NETWORK, seed),))]
     for share in costs:
         run = plan.method(DATA, NETWORK, "rnp", share, seed)
-        found.append(Row(f"RNP at {share:.0%}", (run,), curve="RNP"))
+        found.append(Row(named("RNP", f"{share:.0%} of the MACs"), (run,), curve="RNP"))
     for share, channels in costs.items():
         run, curve = plan.ours(DATA, NETWORK, channels, seed), "narrow DeepMoE, ours"
-        found.append(Row(f"{curve}, at {share:.0%}", (run,), curve=curve))
+        found.append(Row(named(curve, f"{share:.0%} of the MACs"), (run,), curve=curve))
     literal = plan.literal(DATA, NETWORK, seed)
-    return [*found, Row("narrow DeepMoE, literal", (literal,))]
+    return [*found, Row(named("narrow DeepMoE, literal"), (literal,))]
 
 
 PAGE = Page(

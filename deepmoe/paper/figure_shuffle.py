@@ -26,7 +26,7 @@ def rows(plan: Plan) -> list[Row]:
         "ours": plan.ours(DATA, NETWORK, SHARE, seed),
     }
     return [
-        Row(f"narrow DeepMoE, {recipe}: {part}", (run,), {"gap": GAP}, recipe, part)
+        Row({"recipe": recipe, "images of": part}, (run,), {"gap": GAP}, recipe, part)
         for recipe, run in networks.items()
         for part in (CLASS, "all classes")
     ]

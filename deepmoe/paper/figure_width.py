@@ -22,7 +22,11 @@ def rows(plan: Plan) -> list[Row]:
         ),
     }
     return [
-        Row(f"widened by {wide}, {kind}", tuple(make(wide, s) for s in seeds), curve=kind)
+        Row(
+            {"widened by": str(wide), "method": kind},
+            tuple(make(wide, s) for s in seeds),
+            curve=kind,
+        )
         for wide in widths
         for kind, make in kinds.items()
     ]

@@ -21,18 +21,23 @@ class Row:
     """A network of a table, or a point of a figure.
 
     Attributes:
-        title: for people.
+        labels: what it is, an idea a column, by the column's title.
         runs: names, a seed each; none for what only the paper has.
         paper: its figures, by column.
         curve: that it is a point of, in a figure.
         part: of what is measured of its runs, where that has several.
     """
 
-    title: str
+    labels: Mapping[str, str]
     runs: tuple[str, ...] = ()
     paper: Mapping[str, float] = field(default_factory=dict)
     curve: str = ""
     part: str = ""
+
+    @property
+    def title(self) -> str:
+        """All labels in a line."""
+        return ", ".join(filter(None, self.labels.values()))
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _rows(plan: Plan, data: str, network: str) -> list[Row]:
     said = {kind: PAPER.get((data, network, _kind(kind))) for kind in kinds}
     return [
         Row(
-            f"{SOURCES[data].title}, {network}, {kind}",
+            {"data": SOURCES[data].title, "network": network, "method": kind},
             tuple(runs),
             {} if (error := said[kind]) is None else {"error": error},
             curve=f"{SOURCES[data].title}, {kind}",

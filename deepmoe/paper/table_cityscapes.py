@@ -28,20 +28,29 @@ def rows(plan: Plan) -> list[Row]:
     """Four networks of the paper, DeepMoE by both recipes."""
     seeds = plan.seeds(SEEDS)
     kinds = {
-        "DRN-A-50, dense": ([plan.dense(DATA, A, s) for s in seeds], DENSE),
-        "wide DRN-A-50, dense": ([plan.dense(DATA, A, s, wide=2) for s in seeds], WIDE_DENSE),
-        "wide DeepMoE-50-A, ours": (
+        ("DRN-A-50", "dense"): ([plan.dense(DATA, A, s) for s in seeds], DENSE),
+        ("wide DRN-A-50", "dense"): ([plan.dense(DATA, A, s, wide=2) for s in seeds], WIDE_DENSE),
+        ("wide DRN-A-50 A", "DeepMoE, ours"): (
             [plan.ours(DATA, A, A_SHARE, s, wide=2) for s in seeds],
             WIDE_A,
         ),
-        "wide DeepMoE-50-A, literal": ([plan.literal(DATA, A, s, wide=2) for s in seeds], WIDE_A),
-        "wide DeepMoE-50-B, ours": (
+        ("wide DRN-A-50 A", "DeepMoE, literal"): (
+            [plan.literal(DATA, A, s, wide=2) for s in seeds],
+            WIDE_A,
+        ),
+        ("wide DRN-A-50 B", "DeepMoE, ours"): (
             [plan.ours(DATA, B, B_SHARE, s, wide=2) for s in seeds],
             WIDE_B,
         ),
-        "wide DeepMoE-50-B, literal": ([plan.literal(DATA, B, s, wide=2) for s in seeds], WIDE_B),
+        ("wide DRN-A-50 B", "DeepMoE, literal"): (
+            [plan.literal(DATA, B, s, wide=2) for s in seeds],
+            WIDE_B,
+        ),
     }
-    return [Row(title, tuple(runs), paper) for title, (runs, paper) in kinds.items()]
+    return [
+        Row({"network": network, "method": method}, tuple(runs), paper)
+        for (network, method), (runs, paper) in kinds.items()
+    ]
 
 
 def more(made: Made) -> list[Shown]:

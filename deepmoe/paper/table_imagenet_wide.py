@@ -33,11 +33,16 @@ def rows(plan: Plan) -> list[Row]:
         if block == "resnet50-b":
             del kinds["dense"]  # the same network as above
         found += [
-            Row(f"{title}, {kind}", (run,), {} if error is None else {"error": error}, kind)
+            Row(
+                {"network": title, "method": kind},
+                (run,),
+                {} if error is None else {"error": error},
+                kind,
+            )
             for kind, (run, error) in kinds.items()
         ]
     paper = {"error": RESNET101, "macs": RESNET101_MACS}
-    return [*found, Row("ResNet-101, dense (the paper only)", (), paper, "dense")]
+    return [*found, Row({"network": "ResNet-101", "method": "dense"}, (), paper, "dense")]
 
 
 PAGE = Page(

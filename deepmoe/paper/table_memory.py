@@ -23,13 +23,15 @@ def rows(plan: Plan) -> list[Row]:
     ours, literal = plan.ours(DATA, NETWORK, SHARE, seed), plan.literal(DATA, NETWORK, seed)
     codes = plan.codes(DATA, NETWORK, SHARE, seed)
     return [
-        Row("dense", (dense,), part="dense"),
-        *(Row(f"DeepMoE, ours, {part}", (ours,), part=part) for part in ("masked", "narrowed")),
-        Row("DeepMoE, ours, codebook", (codes,), part="codebook"),
-        *(
-            Row(f"DeepMoE, literal, {part}", (literal,), part=part)
-            for part in ("masked", "narrowed")
-        ),
+        Row({"method": method, "kept as": part}, (run,), part=part)
+        for method, run, part in (
+            ("dense", dense, "dense"),
+            ("DeepMoE, ours", ours, "masked"),
+            ("DeepMoE, ours", ours, "narrowed"),
+            ("DeepMoE, ours", codes, "codebook"),
+            ("DeepMoE, literal", literal, "masked"),
+            ("DeepMoE, literal", literal, "narrowed"),
+        )
     ]
 
 

@@ -23,14 +23,15 @@ DENSE = 23.85
 def rows(plan: Plan) -> list[Row]:
     """The dense network, what each method leaves of it, and narrow DeepMoE."""
     (seed, *_) = plan.seeds(1)
-    found = [Row("dense", (plan.dense(DATA, NETWORK, seed),), {"error": DENSE})]
+    found = [Row({"method": "dense"}, (plan.dense(DATA, NETWORK, seed),), {"error": DENSE})]
     for method, (title, share, paper) in PRUNED.items():
-        found.append(Row(title, (plan.method(DATA, NETWORK, method, share, seed),), paper))
+        run = plan.method(DATA, NETWORK, method, share, seed)
+        found.append(Row({"method": title}, (run,), paper))
     ours, literal = plan.ours(DATA, NETWORK, SHARE, seed), plan.literal(DATA, NETWORK, seed)
     return [
         *found,
-        Row("narrow DeepMoE, ours", (ours,), NARROW),
-        Row("narrow DeepMoE, literal", (literal,), NARROW),
+        Row({"method": "narrow DeepMoE, ours"}, (ours,), NARROW),
+        Row({"method": "narrow DeepMoE, literal"}, (literal,), NARROW),
     ]
 
 

@@ -21,7 +21,8 @@ def rows(plan: Plan) -> list[Row]:
     """The widened network by parameters, then DeepMoE brought to the paper's MACs."""
     seeds, few = plan.seeds(SEEDS), ("w4-low", "w13-all")
     strategies = {k: v for k, v in STRATEGIES.items() if k in few or not plan.scale.thin}
-    found = [Row("vgg16, dense", tuple(plan.dense(DATA, "vgg16", s) for s in seeds), curve="dense")]
+    plain = tuple(plan.dense(DATA, "vgg16", s) for s in seeds)
+    found = [Row({"widening": "none", "method": "dense"}, plain, curve="dense")]
     for key, (title, dense, dense_macs, gated, gated_macs, share) in strategies.items():
         network = f"vgg16-{key}"
         by_parameters = {"accuracy": dense, "macs": dense_macs}
@@ -32,7 +33,7 @@ def rows(plan: Plan) -> list[Row]:
             "DeepMoE, literal": ([plan.literal(DATA, network, s) for s in seeds], by_macs),
         }
         found += [
-            Row(f"{title}, {kind}", tuple(runs), paper, kind)
+            Row({"widening": title, "method": kind}, tuple(runs), paper, kind)
             for kind, (runs, paper) in kinds.items()
         ]
     return found

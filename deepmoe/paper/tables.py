@@ -17,7 +17,12 @@ def line_of(row: Row, figures: Sequence[Mapping[str, Any]]) -> Line:
         row: of a page.
         figures: of each of its finished runs.
     """
-    line: Line = {"row": row.title, "curve": row.curve, "runs": list(row.runs)}
+    line: Line = {
+        "row": row.title,
+        "labels": dict(row.labels),
+        "curve": row.curve,
+        "runs": list(row.runs),
+    }
     line |= {"seeds": len(figures), "paper": dict(row.paper)}
     numbers = [k for k in (figures[0] if figures else ()) if _is_number(figures[0][k])]
     for key in numbers:
@@ -48,7 +53,8 @@ def run_figures(last: Mapping[str, Any]) -> Line:
 
 def shown(title: str, columns: Sequence[Column], lines: Sequence[Line]) -> Shown:
     """The table for people: for each figure ours, the paper's where it has some, the difference."""
-    header, parts = ["network"], [[line["row"] for line in lines]]
+    header = list(dict.fromkeys(label for line in lines for label in line["labels"]))
+    parts = [[line["labels"].get(label, "") for line in lines] for label in header]
     for column in columns:
         header.append(column.title)
         parts.append([_ours(line, column) for line in lines])

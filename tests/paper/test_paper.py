@@ -131,19 +131,22 @@ def test_a_row_is_means_over_seeds_beside_the_papers_figures() -> None:
     dense = {"accuracy": 0.70, "macs": 2e8, "dense_macs": 2e8, "active": 1.0, "seconds": 3.0}
     first = run_figures(dense)
     second = run_figures({**dense, "accuracy": 0.72, "macs": 1e8})
-    row = Row("net", ("a", "b"), {"error": 27.5, "macs": 1.25e8})
+    row = Row({"network": "net", "method": "ours"}, ("a", "b"), {"error": 27.5, "macs": 1.25e8})
     line = line_of(row, [first, second])
     assert line["error"] == pytest.approx(29) and line["seeds"] == 2
     assert line["error_deviation"] == pytest.approx(math.sqrt(2))
     assert line["share"] == pytest.approx(75) and line["reduction"] == pytest.approx(25)
     assert line["difference"]["error"] == pytest.approx(1.5)
-    table = shown("", (ERROR, MACS), [line, line_of(Row("paper only", (), {"error": 20.0}), [])])
+    table = shown(
+        "", (ERROR, MACS), [line, line_of(Row({"network": "paper only"}, (), {"error": 20.0}), [])]
+    )
     assert table.header == (
-        "network", "error", "error, paper", "error, difference", "MACs", "MACs, paper", "seeds",
+        "network", "method", "error", "error, paper", "error, difference", "MACs", "MACs, paper", "seeds",
     )  # fmt: skip
+    assert line["row"] == "net, ours"
     assert table.cells == (
-        ("net", "29.00 % ± 1.41", "27.50 %", "+1.50", "150.00 M", "125.00 M", "2"),
-        ("paper only", "-", "20.00 %", "-", "-", "-", "-"),
+        ("net", "ours", "29.00 % ± 1.41", "27.50 %", "+1.50", "150.00 M", "125.00 M", "2"),
+        ("paper only", "", "-", "20.00 %", "-", "-", "-", "-"),
     )
 
 

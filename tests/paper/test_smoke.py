@@ -53,7 +53,9 @@ def check_files(out: Path) -> None:
         assert (out / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
         text, values = (out / f"{name}.md").read_text(), written["values"]
         assert text.startswith(f"# {name}: {page.title}")
-        assert values["rows"] and all(row["row"] in text for row in values["rows"])
+        assert values["rows"] and all(
+            label in text for row in values["rows"] for label in row["labels"].values()
+        )
         finished = [row for row in values["rows"] if row["runs"]]
         assert all(row["seeds"] == len(row["runs"]) == 1 for row in finished)
 
