@@ -19,6 +19,7 @@ from deepmoe.cli.common import (
     save_option,
     set_option,
 )
+from deepmoe.cli.examples import example
 from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
@@ -30,7 +31,7 @@ def bench() -> None:
     """Measure speed: ratios from one interleaved run."""
 
 
-@bench.command("train")
+@bench.command("train", **example("deepmoe bench train quickstart --rounds 2"))
 @click.argument("preset")
 @set_option
 @click.option("--rounds", type=int, default=5, help="Timed epochs of each kind.", show_default=True)
@@ -64,7 +65,7 @@ def bench_train_verb(
     print_table(("kind", "seconds an epoch", "of dense", "ms a batch, by phase"), rows)
 
 
-@bench.command("sparse")
+@bench.command("sparse", **example("deepmoe bench sparse vgg16 --wide 2 --density 0.5"))
 @click.argument("model")
 @data_option
 @network_option
@@ -188,7 +189,7 @@ def bench_sparse_verb(
         _print_sparse(one)
 
 
-@bench.command("exits")
+@bench.command("exits", **example("deepmoe bench exits exits.safetensors --threads 1"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @data_option
 @network_option

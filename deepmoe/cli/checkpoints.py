@@ -18,6 +18,7 @@ from deepmoe.cli.common import (
     print_evaluation,
     save_option,
 )
+from deepmoe.cli.examples import example
 from deepmoe.console import complain, print_table, say
 from deepmoe.errors import UserError
 
@@ -35,7 +36,7 @@ sparse_option = click.option(
 )
 
 
-@click.command("eval")
+@click.command("eval", **example("deepmoe eval runs/quickstart/deepmoe/last.safetensors"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @data_option
 @network_option
@@ -70,7 +71,7 @@ def evaluate_checkpoint(
         print_evaluation(result, data.evaluation_name)
 
 
-@click.command()
+@click.command(**example("deepmoe curve runs/quickstart/deepmoe/last.safetensors --plot curve.png"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @data_option
 @network_option
@@ -158,7 +159,11 @@ def curve(
         say(f"to set one: deepmoe exits {checkpoint} --macs SHARE --out FILE")
 
 
-@click.command()
+@click.command(
+    **example(
+        "deepmoe cut runs/quickstart/deepmoe/last.safetensors --macs 0.4 --out small.safetensors"
+    )
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
     "--macs", "share", type=float, required=True, help="Share of the dense MACs to come down to."
@@ -200,7 +205,7 @@ def cut(
     say(f"checkpoint: {out}")
 
 
-@click.command()
+@click.command(**example("deepmoe predict runs/quickstart/deepmoe/last.safetensors photos/"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
 @network_option

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deepmoe.cli.common import as_typed, json_option, network_option, parse_numbers, set_option
+from deepmoe.cli.examples import example
 from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 ALL, LIST = "all", "list"
 
 
-@click.command()
+@click.command(**example("deepmoe compare li taylor --start runs/dense/last.safetensors --macs 0.5"))
 @click.argument("names", metavar="METHOD...", nargs=-1, required=True)
 @click.option(
     "--start", type=click.Path(path_type=Path), help="Checkpoint of the trained, dense network."

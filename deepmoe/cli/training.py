@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deepmoe.cli.common import as_typed, data_option, print_evaluation, set_option
+from deepmoe.cli.examples import example
 from deepmoe.console import complain, print_table, say
 from deepmoe.errors import UserError
 
@@ -20,7 +21,7 @@ def out_option(name: str) -> Callable[[Any], Any]:
     return click.option("--out", type=click.Path(path_type=Path), help=help_text)
 
 
-@click.command()
+@click.command(**example("deepmoe train quickstart --out runs/first"))
 @click.argument("preset")
 @set_option
 @out_option("PRESET")
@@ -58,7 +59,7 @@ def train(
         say(f"next: deepmoe exits {result.checkpoint} --loss 0.5 --out FILE")
 
 
-@click.command()
+@click.command(**example("deepmoe teach runs/a/last.safetensors --out lessons.safetensors"))
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--views", default=30, show_default=True, help="Crops and mirrorings of each image.")
 @click.option(
@@ -85,7 +86,7 @@ def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple
     say(f"to learn from it: deepmoe train PRESET {taught}")
 
 
-@click.command()
+@click.command(**example("deepmoe quickstart"))
 @set_option
 @out_option("quickstart")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoints.")

@@ -36,7 +36,7 @@ def collect_gates(model: DeepMoE, batches: Batches, class_names: tuple[str, ...]
     if not model.gated and model.exit_at is None:
         raise UserError("a dense network has no gates to record")
     rows, size = [], (0, 0)
-    for x_BCHW, labels in batches_for(model, batches):
+    for x_BCHW, labels in batches_for(model, batches, doing="recording gates"):
         size, output = size_of(x_BCHW), model(x_BCHW)
         macs = count_macs(model, size, output.gates, output.exited)
         exited = output.exited

@@ -70,7 +70,7 @@ def evaluate_segmentation(
     device = next(model.parameters()).device
     counts = torch.zeros(classes, classes, dtype=torch.int64, device=device)
     sums = torch.zeros(5, dtype=torch.float64, device=device)  # loss, MACs, active, dense, images
-    for x_BCHW, labels_BHW in batches_for(model, batches):
+    for x_BCHW, labels_BHW in batches_for(model, batches, doing="evaluating"):
         size, images, output = size_of(x_BCHW), len(x_BCHW), model(x_BCHW)
         counts += confusion(output.logits.argmax(dim=1), labels_BHW, classes)
         dense = torch.tensor(dense_macs(model, size) * images)
