@@ -4,7 +4,7 @@ import functools
 import json
 import operator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,16 +14,26 @@ from deepmoe.cli.common import (
     data_option,
     json_option,
     network_option,
+    next_command,
     parse_numbers,
     parse_size,
     save_option,
     set_option,
 )
 from deepmoe.cli.examples import example
-from deepmoe.console import print_table, say
+from deepmoe.console import say
 from deepmoe.errors import UserError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deepmoe.bench.benchmark import Benchmark
+
 ROUNDS = 15  # timed runs, unless asked for others
+
+details_option = click.option(
+    "--details", "with_details", is_flag=True, help="Also print all that was measured."
+)
 
 
 @click.group()
@@ -35,10 +45,16 @@ def bench() -> None:
 @click.argument("preset")
 @set_option
 @click.option("--rounds", type=int, default=5, help="Timed epochs of each kind.", show_default=True)
+@details_option
 @json_option
 @save_option
 def bench_train_verb(
-    preset: str, overrides: tuple[str, ...], rounds: int, as_json: bool, save: Path | None
+    preset: str,
+    overrides: tuple[str, ...],
+    rounds: int,
+    with_details: bool,
+    as_json: bool,
+    save: Path | None,
 ) -> None:
     """Time epochs of PRESET: dense twin, joint stage and frozen stage."""
     from deepmoe.bench.train import bench_train
@@ -47,7 +63,8 @@ def bench_train_verb(
     config = load_config(preset, overrides)
     if rounds < 1:
         raise UserError(f"--rounds must be at least 1, not {rounds}")
-    values = bench_train(config, rounds)
+    found = bench_train(config, rounds)
+    values = found.as_dict()
     if save is not None:
         from deepmoe.results import write_result
 
@@ -57,12 +74,7 @@ def bench_train_verb(
     if as_json:
         say(json.dumps(values, indent=2))
         return
-    ratios = {"dense": 1.0, **values["ratio_to_dense"]}
-    rows = [
-        (name, f"{seconds:.3f}", f"{ratios[name]:.2f}", _phases(values, name))
-        for name, seconds in values["seconds_per_epoch"].items()
-    ]
-    print_table(("kind", "seconds an epoch", "of dense", "ms a batch, by phase"), rows)
+    _tell([found], with_details)
 
 
 @bench.command("sparse", **example("deepmoe bench sparse vgg16 --wide 2 --density 0.5"))
@@ -88,6 +100,7 @@ def bench_train_verb(
 @click.option(
     "--save-plan", type=click.Path(path_type=Path), help="Write down which ways were fastest."
 )
+@details_option
 @json_option
 @save_option
 def bench_sparse_verb(
@@ -104,6 +117,7 @@ def bench_sparse_verb(
     rounds: int,
     compile_dense: bool,
     save_plan: Path | None,
+    with_details: bool,
     as_json: bool,
     save: Path | None,
 ) -> None:
@@ -156,15 +170,14 @@ def bench_sparse_verb(
         )
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    results = [
+    found = [
         bench_sparse(subject(d, b), dtype=dtype, rounds=rounds, compile_dense=compile_dense)
         for d in densities
         for b in batches
     ]
-    measured = [values for values, _ in results]
     if save_plan is not None:
-        plans = [plan for _, plan in results]
-        functools.reduce(operator.or_, plans).save(save_plan)
+        functools.reduce(operator.or_, [one.plan for one in found]).save(save_plan)
+    measured = [one.as_dict() for one in found]
     values = measured[0] if len(measured) == 1 else measured
     if save is not None:
         from deepmoe.results import write_result
@@ -185,8 +198,9 @@ def bench_sparse_verb(
     if as_json:
         say(json.dumps(values, indent=2))
         return
-    for one in measured:
-        _print_sparse(one)
+    _tell(found, with_details)
+    if trained:
+        next_command("deepmoe export", Path(model), network)
 
 
 @bench.command("exits", **example("deepmoe bench exits exits.safetensors --threads 1"))
@@ -197,6 +211,7 @@ def bench_sparse_verb(
 @click.option("--images", type=int, help="Stop after so many.  [default: all of the data]")
 @click.option("--threads", type=int, help="Of the CPU.  [default: as PyTorch chooses]")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: the checkpoint's]")
+@details_option
 @json_option
 @save_option
 def bench_exits_verb(
@@ -207,6 +222,7 @@ def bench_exits_verb(
     images: int | None,
     threads: int | None,
     device: str | None,
+    with_details: bool,
     as_json: bool,
     save: Path | None,
 ) -> None:
@@ -233,11 +249,19 @@ def bench_exits_verb(
         raise UserError(f"there are {there} images: --batch can be {there} at the most")
     dtype = torch.bfloat16 if opened.precision == "bf16-mixed" else None
     with threads_of_cpu(threads):
-        values = [
-            bench_exits(loaded.model, data.evaluation, batch=b, dtype=dtype, images=images)
-            | {"evaluated_on": data.evaluation_name}
+        on = data.evaluation_name
+        found = [
+            bench_exits(
+                loaded.model,
+                data.evaluation,
+                batch=b,
+                dtype=dtype,
+                images=images,
+                evaluated_on=on,
+            )
             for b in batches
         ]
+    values = [one.as_dict() for one in found]
     if save is not None:
         from deepmoe.results import write_result
 
@@ -255,46 +279,18 @@ def bench_exits_verb(
     if as_json:
         say(json.dumps(values, indent=2))
         return
-    _print_exits(values)
+    _tell(found, with_details)
+    next_command("deepmoe export", checkpoint, network)
 
 
-def _print_exits(values: list[dict[str, Any]]) -> None:
-    header = ("batch", "images", "exit rate", "exits", "accuracy", "ms a batch", "time", "images/s")
-    rows = []
-    for one in values:
-        common = (one["batch"], f"{one['images']:,}", f"{one['exited']:.1%}")
-        for label, end, time in (("with", "", one["ratio"]), ("without", "_without", 1.0)):
-            figures = (f"{one[f'accuracy{end}']:.2%}", f"{one[f'ms{end}']:.3f}", f"{time:.1%}")
-            rows.append((*common, label, *figures, f"{one[f'images_per_second{end}']:,.0f}"))
-            common = ("", "", "")
-    print_table(header, rows)
-    first = values[0]
-    say(f"{first['evaluated_on']} images, {first['device']}, {first['dtype']}")
+def _tell(found: "Sequence[Benchmark]", with_details: bool) -> None:
+    for one in found:
+        say(one)
+        if with_details:
+            say(one.details())
 
 
 def _command(verb: str, **options: Any) -> str:
     """A command as it would be typed; options that are `None` were not given."""
     given = {name: value for name, value in options.items() if value is not None}
     return " ".join([verb, *(f"--{name} {value}" for name, value in given.items())])
-
-
-def _print_sparse(values: dict[str, Any]) -> None:
-    dense = values["dense_wide_ms"]
-    names = [key for key, v in values.items() if key.endswith("_ms") and isinstance(v, float)]
-    rows = [
-        (name.removesuffix("_ms"), f"{values[name]:.3f}", f"{dense / values[name]:.2f}")
-        for name in names
-    ]
-    print_table(("network", "ms", "times as fast as dense wide"), rows)
-    routes = f"{values['routes']} route{'s' if values['routes'] != 1 else ''}"
-    say(
-        f"density {values['density']:.2f}, batch {values['batch']}, {routes}, "
-        f"largest error {values['max_error']:.1e}"
-        + (f", {values['rerouted']} images on another route" if values["rerouted"] else "")
-        + ("" if values["exited"] is None else f", {values['exited']:.1%} exited")
-    )
-
-
-def _phases(values: dict[str, Any], name: str) -> str:
-    times = values["milliseconds_per_batch"][name]
-    return ", ".join(f"{phase} {time:.2f}" for phase, time in times.items())

@@ -1,6 +1,5 @@
 """The verbs that take a checkpoint."""
 
-import dataclasses
 import io
 import json
 from contextlib import AbstractContextManager
@@ -14,12 +13,13 @@ from deepmoe.cli.common import (
     data_option,
     json_option,
     network_option,
+    next_command,
     parse_numbers,
-    print_evaluation,
     save_option,
+    sparse_option,
 )
 from deepmoe.cli.examples import example
-from deepmoe.console import complain, print_table, say
+from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from deepmoe.evaluation.curve import By
 
 MOST_SHARE = 2.0  # embedding and gates may cost as much as a small network
-
-sparse_option = click.option(
-    "--sparse", is_flag=True, help="Run only the channels that the gates ask for."
-)
 
 
 @click.command("eval", **example("deepmoe eval runs/quickstart/deepmoe/last.safetensors"))
@@ -61,14 +57,18 @@ def evaluate_checkpoint(
 
         half = opened.precision == "bf16-mixed"
         model = sparsify(model, dtype=torch.bfloat16 if half else None)
-        result = evaluate_on(model, data.info, data.evaluation)
+        result = evaluate_on(model, data.info, data.evaluation, data.evaluation_name)
     else:
         with opened.autocast():
-            result = evaluate_on(model, data.info, data.evaluation)
+            result = evaluate_on(model, data.info, data.evaluation, data.evaluation_name)
     if as_json:
-        say(json.dumps(result.as_dict() | {"evaluated_on": data.evaluation_name}, indent=2))
+        say(json.dumps(result.as_dict(), indent=2))
+        return
+    say(result)
+    if model.gated or model.exit_at is not None:
+        next_command("deepmoe bench sparse", checkpoint, network)
     else:
-        print_evaluation(result, data.evaluation_name)
+        next_command("deepmoe predict", checkpoint, network, "IMAGES")
 
 
 @click.command(**example("deepmoe curve runs/quickstart/deepmoe/last.safetensors --plot curve.png"))
@@ -126,7 +126,8 @@ def curve(
     with opened.autocast():
         refit = data.train if refit_norms else None
         points = cost_curve(loaded.model, data.evaluation, levels, refit, by=by)
-    values = [{"threshold": p.threshold, **p.result.as_dict()} for p in points]
+    on = {"evaluated_on": data.evaluation_name}
+    values = [{"threshold": p.threshold, **p.result.as_dict(), **on} for p in points]
     if save is not None:
         changes = as_typed(overrides)
         tried = thresholds or ",".join(f"{p.threshold:g}" for p in points)
@@ -155,8 +156,8 @@ def curve(
     title = "exit from a confidence of" if exits else "threshold"
     print_table((title, *answered, "MACs", "of dense", "accuracy"), rows)
     say(f"{points[0].result.images:,} images ({data.evaluation_name})")
-    if exits:
-        say(f"to set one: deepmoe exits {checkpoint} --macs SHARE --out FILE")
+    verb = "deepmoe exits" if exits else "deepmoe cut"
+    next_command(verb, checkpoint, network, "--macs SHARE --out FILE")
 
 
 @click.command(
@@ -184,7 +185,7 @@ def cut(
 ) -> None:
     """Make a cheaper model of CHECKPOINT: its least important channels go, norms are refitted."""
     from deepmoe.checkpoint import save_checkpoint
-    from deepmoe.evaluation import cut_to, evaluate
+    from deepmoe.evaluation import cut_to, evaluate_on
 
     if out.exists():
         raise UserError(f"{out} is there already: choose another --out")
@@ -196,60 +197,14 @@ def cut(
         raise UserError("cut takes models that classify images")
     with opened.autocast():
         small = cut_to(loaded.model, data.info.size, share, data.calibration, data.train)
-        result = evaluate(small, data.evaluation)
+        result = evaluate_on(small, data.info, data.evaluation, data.evaluation_name)
     save_checkpoint(out, small, loaded.config, loaded.info, loaded.state)
     if as_json:
-        say(json.dumps(result.as_dict() | {"evaluated_on": data.evaluation_name}, indent=2))
+        say(json.dumps(result.as_dict(), indent=2))
         return
-    print_evaluation(result, data.evaluation_name)
+    say(result)
     say(f"checkpoint: {out}")
-
-
-@click.command(**example("deepmoe predict runs/quickstart/deepmoe/last.safetensors photos/"))
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-@network_option
-@sparse_option
-@json_option
-def predict(
-    checkpoint: Path,
-    images: tuple[Path, ...],
-    network: str | None,
-    sparse: bool,
-    as_json: bool,
-) -> None:
-    """Classify IMAGES with CHECKPOINT, and tell what each one cost.
-
-    Images that can't be read are reported; the others are still classified.
-    """
-    from deepmoe.checkpoint import load_checkpoint
-    from deepmoe.costs import format_macs
-    from deepmoe.evaluation import Prediction, Unanswered
-    from deepmoe.evaluation import predict as predict_images
-
-    loaded = load_checkpoint(checkpoint, network=network)
-    if sparse:
-        from deepmoe.sparse import Plan, sparsify
-
-        # A few images are not worth the time that it takes to find the fastest way.
-        loaded = dataclasses.replace(loaded, model=sparsify(loaded.model, plan=Plan()))
-    answers = predict_images(loaded, images)
-    predictions = [a for a in answers if isinstance(a, Prediction)]
-    unanswered = [a for a in answers if isinstance(a, Unanswered)]
-    if as_json:
-        say(json.dumps([dataclasses.asdict(a) for a in answers], indent=2))
-    elif predictions:
-        exits = loaded.model.exit_at is not None
-        rows = []
-        for p in predictions:
-            said = (p.label, f"{p.probability:.1%}", *[p.answered_by] * exits)
-            rows.append((p.image, *said, format_macs(p.macs), f"{p.active:.1%}"))
-        header = ("image", "class", "probability", *["answered by"] * exits)
-        print_table((*header, "MACs", "active channels"), rows)
-    for answer in unanswered[:-1]:
-        complain(f"Error: {answer.error}")
-    if unanswered:
-        raise UserError(unanswered[-1].error)
+    next_command("deepmoe bench sparse", out, network)
 
 
 class Opened(NamedTuple):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deepmoe.cli.common import as_typed, data_option, print_evaluation, set_option
+from deepmoe.cli.common import as_typed, data_option, next_command, set_option
 from deepmoe.cli.examples import example
 from deepmoe.console import complain, print_table, say
 from deepmoe.errors import UserError
@@ -40,6 +40,7 @@ def train(
 ) -> None:
     """Train a model as PRESET says: the name of a preset, or a .toml file."""
     from deepmoe.config import load_config
+    from deepmoe.sources import is_source
     from deepmoe.training import fit
 
     _check_choice(resume, overwrite)
@@ -53,10 +54,15 @@ def train(
         devices=devices,
         nodes=nodes,
     )
-    print_evaluation(result.evaluation, result.data.evaluation_name)
+    say(result.evaluation)
     say(f"checkpoint: {result.checkpoint}")
+    network = config.model.name if is_source(config.model.name) else None
     if config.model.exits and result.data.evaluation_name == "holdout":
-        say(f"next: deepmoe exits {result.checkpoint} --loss 0.5 --out FILE")
+        next_command("deepmoe exits", result.checkpoint, network, "--loss 0.5 --out FILE")
+    elif result.model.gated and not result.model.on_the_way:
+        next_command("deepmoe bench sparse", result.checkpoint, network)
+    else:
+        next_command("deepmoe predict", result.checkpoint, network, "IMAGES")
 
 
 @click.command(**example("deepmoe teach runs/a/last.safetensors --out lessons.safetensors"))

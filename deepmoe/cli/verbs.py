@@ -7,11 +7,12 @@ from typing import Any
 import click
 
 from deepmoe.cli.bench import bench
-from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint, predict
+from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint
 from deepmoe.cli.compare import compare
 from deepmoe.cli.examples import missing
 from deepmoe.cli.exits import exits
 from deepmoe.cli.models import config, describe, macs, models
+from deepmoe.cli.predict import predict
 from deepmoe.cli.sweep import sweep
 from deepmoe.cli.training import quickstart, teach, train
 from deepmoe.console import complain, drop_output, say

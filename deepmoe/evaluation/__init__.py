@@ -1,5 +1,7 @@
 """What a trained model does: accuracy, scores of segmentation, predictions, costs, curves."""
 
+from dataclasses import replace
+
 from deepmoe.data import DataInfo
 from deepmoe.evaluation.accuracy import Evaluation, evaluate
 from deepmoe.evaluation.batches import Batches
@@ -15,7 +17,8 @@ from deepmoe.evaluation.exits import (
     set_exits,
 )
 from deepmoe.evaluation.gate_record import GateRecord, collect_gates
-from deepmoe.evaluation.prediction import Prediction, Unanswered, predict
+from deepmoe.evaluation.prediction import Prediction, Unanswered, predict, predict_each
+from deepmoe.evaluation.segmentation_prediction import SegmentationPrediction
 from deepmoe.evaluation.segmentation_scores import SegmentationEvaluation, evaluate_segmentation
 from deepmoe.model import DeepMoE
 
@@ -26,6 +29,7 @@ __all__ = [
     "GateRecord",
     "Prediction",
     "SegmentationEvaluation",
+    "SegmentationPrediction",
     "Unanswered",
     "collect_answers",
     "collect_gates",
@@ -38,14 +42,15 @@ __all__ = [
     "exit_for_loss",
     "exit_for_macs",
     "predict",
+    "predict_each",
     "set_exits",
 ]
 
 
 def evaluate_on(
-    model: DeepMoE, info: DataInfo, batches: Batches
+    model: DeepMoE, info: DataInfo, batches: Batches, name: str | None = None
 ) -> Evaluation | SegmentationEvaluation:
-    """Evaluates by the measure of the data's task."""
+    """Evaluates by the measure of the data's task; `name` is what the images are called."""
     if info.task == "segmentation":
-        return evaluate_segmentation(model, batches, info.class_names)
-    return evaluate(model, batches)
+        return replace(evaluate_segmentation(model, batches, info.class_names), evaluated_on=name)
+    return replace(evaluate(model, batches), evaluated_on=name)

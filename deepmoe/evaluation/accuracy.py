@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from deepmoe.costs import dense_macs
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for, size_of, summed_costs
+from deepmoe.evaluation.scored import Scored
 from deepmoe.model import DeepMoE
 from deepmoe.processes import sum_over_processes
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What a model does on a set of images; costs are means over images."""
+class Evaluation(Scored):
+    """What a classifier does on a set of images; costs are means over images."""
 
     images: int
     accuracy: float
@@ -25,17 +26,17 @@ class Evaluation:
     active: float  # share of the gated channels that run
     embedding_accuracy: float | None  # None for a model without one that answers
     exited: float | None = None  # share of the images that the embedding has answered
+    evaluated_on: str | None = None  # the images' name, such as test
 
     measure: ClassVar[str] = "accuracy"
 
-    @property
-    def macs_share(self) -> float:
-        """Mean MACs over those of the dense base network."""
-        return self.macs / self.dense_macs
+    def _rows(self) -> list[tuple[str, str]]:
+        exits = [] if self.exited is None else [("exit rate", f"{self.exited:.1%}")]
+        return [*super()._rows(), *exits]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, the share included, as plain values."""
-        return {**asdict(self), "macs_share": self.macs_share}
+        return self._named({**asdict(self), "macs_share": self.macs_share})
 
 
 @torch.inference_mode()

@@ -96,13 +96,16 @@ class RunLog:
         if self._work is None:
             return
         self._work.done = done
+        now = f"epoch {epoch}"
         if figures is not None:
             self._figured_at = time.monotonic()
-            note = f"epoch {epoch}, loss {figures['loss']:.3f}"
-            note += f", accuracy in training {figures['train_accuracy']:.1%}"
+            now += f", loss {figures['loss']:.3f}"
+            now += f", accuracy in training {figures['train_accuracy']:.1%}"
             if "macs_share" in figures:
-                note += f", MACs {figures['macs_share']:.1%}"
-            self._work.note = note
+                now += f", MACs {figures['macs_share']:.1%}"
+        elif self._work.note.startswith(f"{now},"):
+            return  # the last figures of this epoch still hold
+        self._work.note = now
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

@@ -180,7 +180,7 @@ class Trainer:
             "stage": stage.name,
             "lr": learning_rate(train, epoch),
             **losses,
-            **(_reported(self.result, self.data.evaluation_name) if self.result else {}),
+            **(_reported(self.result) if self.result else {}),
             "skipped_images": int(sum_over_processes(skipped)) + self.data.evaluation.skipped,
             "seconds": round(time.perf_counter() - start, 3),
         }
@@ -359,7 +359,7 @@ class Trainer:
             with self.fabric.autocast():
                 images = self.data.evaluation
                 batches = images if trained is None else _UntilStopped(images, self._check_wish)
-                return evaluate_on(self.model, self.data.info, batches)
+                return evaluate_on(self.model, self.data.info, batches, self.data.evaluation_name)
         except _Stopped:
             assert trained is not None
             self._stop(f"while epoch {trained.epoch + 1} was evaluated", trained)
@@ -488,12 +488,11 @@ def epoch_figures(totals: Tensor) -> dict[str, float]:
     }
 
 
-def _reported(result: Result, evaluated_on: str) -> dict[str, Any]:
+def _reported(result: Result) -> dict[str, Any]:
     values = result.as_dict()
     values["evaluation_loss"] = values.pop("loss")
     return {
         **values,
         "accuracy": result.accuracy,
         "embedding_accuracy": result.embedding_accuracy,
-        "evaluated_on": evaluated_on,
     }
