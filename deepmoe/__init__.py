@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from deepmoe.config import RunConfig, load_config
     from deepmoe.costs import count_macs
     from deepmoe.evaluation import Evaluation, Prediction, evaluate, predict, set_exits
+    from deepmoe.export import Export
     from deepmoe.losses import DeepMoELoss
     from deepmoe.model import DeepMoE, DeepMoEOutput
     from deepmoe.registry import create_model, list_models, register_model
@@ -38,6 +39,7 @@ _HOMES = {
     "sparsify": "deepmoe.sparse",
     "Benchmark": "deepmoe.bench.benchmark",
     "Evaluation": "deepmoe.evaluation",
+    "Export": "deepmoe.export",
     "Prediction": "deepmoe.evaluation",
     "evaluate": "deepmoe.evaluation",
     "predict": "deepmoe.evaluation",
@@ -53,6 +55,7 @@ __all__ = [
     "DeepMoELoss",
     "DeepMoEOutput",
     "Evaluation",
+    "Export",
     "MacsBudget",
     "Prediction",
     "RunConfig",

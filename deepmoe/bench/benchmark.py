@@ -75,6 +75,11 @@ class Benchmark:
         return bars(times, self.unit, self.sentence, "{:.2f}")
 
 
+def milliseconds(time: float) -> str:
+    """A time of two digits or more."""
+    return f"{time:.1f}" if time >= 1 else f"{time:.2g}"
+
+
 def compared(time: float, other: float) -> str:
     """How a time compares with another one, in words."""
     if abs(time / other - 1) <= ABOUT_EQUAL:

@@ -12,7 +12,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepmoe.bench.benchmark import Benchmark, Timed, compared
+from deepmoe.bench.benchmark import Benchmark, Timed, compared, milliseconds
 from deepmoe.bench.subjects import Subject
 from deepmoe.cuda_graphs import GraphCache, Work
 from deepmoe.model import DeepMoE, DeepMoEOutput
@@ -67,14 +67,15 @@ class SparseBenchmark(Benchmark):
         coded = values["codebook_ms"] is not None and values["codebook_ms"] < values["dynamic_ms"]
         ms, name = values["codebook_ms" if coded else "dynamic_ms"], "sparse" + " by codes" * coded
         dense, limit = values["dense_wide_ms"], values.get("presliced_ms")
-        end = "" if limit is None else f"; limit {limit:.1f}"
-        return f"dense {dense:.1f} ms, {name} {ms:.1f} ms: {compared(ms, dense)}{end}"
+        end = "" if limit is None else f"; limit {milliseconds(limit)}"
+        times = f"dense {milliseconds(dense)} ms, {name} {milliseconds(ms)} ms"
+        return f"{times}: {compared(ms, dense)}{end}"
 
     def setting(self) -> str:
         """Density, batch, routes, device."""
         values = self.values
         routes = f"{values['routes']} route{'s' if values['routes'] != 1 else ''}"
-        threads = f", {values['threads']} threads" if values["device"] == "cpu" else ""
+        threads = f", threads: {values['threads']}" if values["device"] == "cpu" else ""
         return (
             f"a batch of {values['batch']}, {values['density']:.0%} of the gated channels run, "
             f"{routes}; {values['device']}, {values['dtype']}{threads}; "

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from deepmoe.checkpoint import Checkpoint
+    from deepmoe.config import RunConfig
     from deepmoe.data import DataSource
     from deepmoe.evaluation.curve import By
 
@@ -225,25 +226,38 @@ class Opened(NamedTuple):
 def open_checkpoint(checkpoint: Path, overrides: tuple[str, ...], network: str | None) -> Opened:
     """Reads a checkpoint, and opens its data, or what overrides name instead."""
     from deepmoe.checkpoint import load_checkpoint
-    from deepmoe.config import apply_overrides
     from deepmoe.data import open_data
     from deepmoe.devices import choose_device, choose_precision
 
-    for item in overrides:
-        if not item.startswith(("data.", "train.device", "train.precision")):
-            raise UserError(
-                f"--set changes data..., train.device and train.precision here, not {item}"
-            )
+    check_overrides(overrides)
     loaded = load_checkpoint(checkpoint, network=network)
-    config = apply_overrides(loaded.config, overrides)
-    trained_on, asked = loaded.config.data, config.data
-    if asked.holdout not in (0, trained_on.holdout) and asked.name == trained_on.name:
-        raise UserError(
-            f"the model was trained with data.holdout={trained_on.holdout}, so that it knows some "
-            f"of the images that data.holdout={asked.holdout} holds out"
-        )
+    config = changed_data(loaded.config, overrides)
     device = choose_device(config.train.device)
     batch_size = config.train.batch_size
     data = open_data(config.data, batch_size=batch_size, device=device, info=loaded.info)
     loaded.model.to(device)
     return Opened(loaded, data, device, choose_precision(config.train.precision, device))
+
+
+def check_overrides(overrides: tuple[str, ...]) -> None:
+    """Refuses changes of what a model was trained with."""
+    for item in overrides:
+        if not item.startswith(("data.", "train.device", "train.precision")):
+            raise UserError(
+                f"--set changes data..., train.device and train.precision here, not {item}"
+            )
+
+
+def changed_data(trained: "RunConfig", overrides: tuple[str, ...]) -> "RunConfig":
+    """A model's configuration with what overrides name as its data."""
+    from deepmoe.config import apply_overrides
+
+    check_overrides(overrides)
+    config = apply_overrides(trained, overrides)
+    trained_on, asked = trained.data, config.data
+    if asked.holdout not in (0, trained_on.holdout) and asked.name == trained_on.name:
+        raise UserError(
+            f"the model was trained with data.holdout={trained_on.holdout}, so that it knows some "
+            f"of the images that data.holdout={asked.holdout} holds out"
+        )
+    return config

@@ -11,6 +11,7 @@ from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint
 from deepmoe.cli.compare import compare
 from deepmoe.cli.examples import missing
 from deepmoe.cli.exits import exits
+from deepmoe.cli.export import export
 from deepmoe.cli.models import config, describe, macs, models
 from deepmoe.cli.predict import predict
 from deepmoe.cli.sweep import sweep
@@ -81,6 +82,7 @@ for verb in (
     sweep,
     compare,
     bench,
+    export,
     describe,
     macs,
     models,

@@ -1,6 +1,6 @@
 """Evaluation of classifiers: accuracy and cost."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ class Evaluation(Scored):
     active: float  # share of the gated channels that run
     embedding_accuracy: float | None  # None for a model without one that answers
     exited: float | None = None  # share of the images that the embedding has answered
-    evaluated_on: str | None = None  # the images' name, such as test
+    evaluated_on: str | None = field(default=None, compare=False)  # the images' name
 
     measure: ClassVar[str] = "accuracy"
 

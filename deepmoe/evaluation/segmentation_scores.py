@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -34,7 +34,7 @@ class SegmentationEvaluation(Scored):
     macs: float  # base network as gated, plus embedding and gate heads
     dense_macs: float  # of the ungated base network alone; a mean, as image sizes may differ
     active: float  # share of the gated channels that run
-    evaluated_on: str | None = None  # the images' name, such as test
+    evaluated_on: str | None = field(default=None, compare=False)  # the images' name
 
     embedding_accuracy: ClassVar[None] = None  # images have no class here
     measure: ClassVar[str] = "mean IoU"
