@@ -5,6 +5,7 @@ so that what is piped holds results alone. Code that takes long says what it doe
 is; a thread of its own tells, so that one long step does not keep a log empty.
 """
 
+import os
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 EVERY = 5.0  # seconds between two lines of a log
+SWITCH = "DEEPMOE_PROGRESS"  # of the environment: 0 shows nothing
 REDRAW = 0.2  # seconds between two looks of a bar
 T = TypeVar("T")
 
@@ -167,6 +169,7 @@ def showing(on: bool = True, display: Display | None = None) -> Iterator[None]:
     """Shows progress inside, or does not; where it is shown already, the same display goes on."""
     global _DISPLAY
     before = _DISPLAY
+    on = on and (display is not None or os.environ.get(SWITCH) != "0")
     new = on and (before is None or display is not None)
     _DISPLAY = (display or Display()) if new else (before if on else None)
     try:

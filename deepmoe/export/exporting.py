@@ -70,13 +70,12 @@ def export_checkpoint(
             "the route of a gated network is found on its training images: name them by "
             "--set data.name=... --set data.root=PATH, or train it with train.codes"
         )
-    images_of = None if data is None else partial(data.train.epoch, 0)
+    known = () if data is None else data.calibration
     if codes is not None:
         if route == "static":
             raise UserError("--codes goes with --route codes")
-        assert images_of is not None or not model.gated
-        model = with_codes(model, codes, images_of() if images_of else (), size)
-    made = deployed(model, route, images_of, size)
+        model = with_codes(model, codes, known, size)
+    made = deployed(model, route, known, size)
     images, checked_on = _images_of(size, loaded, data)
     with progress(f"exporting to {format}"):
         program = formats.as_program(made.network, images[:1], one_image=made.one_image)

@@ -1,7 +1,6 @@
 """Which plain network a model is handed over as: its savings depend on that."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -63,7 +62,7 @@ def with_codes(model: DeepMoE, codes: int, images: Batches, size: tuple[int, int
 def deployed(
     model: DeepMoE,
     route: Route | None,
-    images: Callable[[], Batches] | None,
+    images: Batches,
     size: tuple[int, int],
 ) -> Deployed:
     """The network that a model is handed over as.
@@ -72,7 +71,7 @@ def deployed(
         model: in evaluation mode.
         route: `static`: what most images run, for all of them. `codes`: that of the image's code.
             `None`: codes where the model has some.
-        images: gives training images, to find a static route.
+        images: of training, to find a static route.
         size: of the images.
 
     Raises:
@@ -101,10 +100,9 @@ def deployed(
         network = ExitingNetwork(model) if exits else CodedNetwork(model)
         told = f"a network for each of {len(model.codebook.codes)} codes{end}"
         return Deployed(network.float(), told, "codes", one_image=True)
-    assert images is not None
-    gates_C = learn_codebook(model, images(), 1, size).codes[0]  # one that stands for all images
+    gates_C = learn_codebook(model, images, 1, size).codes[0]  # one that stands for all images
     network = static_network(model, gates_C)
-    _check_alike(model, network, images())
+    _check_alike(model, network, images)
     if exits:
         plain = DeepMoE(model.embedding, None, network, model.gating, exit_at=model.exit_at)
         network = ExitingNetwork(plain)
