@@ -10,7 +10,7 @@ from deepmoe.figures import bars
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ABOUT_EQUAL = 0.03  # of the time: a smaller difference is not told as one
+ABOUT_EQUAL = 0.05  # of the time: a smaller difference is not told as one
 
 
 class Timed(NamedTuple):

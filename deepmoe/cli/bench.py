@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from deepmoe.bench.benchmark import Benchmark
+    from deepmoe.bench.subjects import Subject
 
 ROUNDS = 15  # timed runs, unless asked for others
 
@@ -130,44 +131,22 @@ def bench_sparse_verb(
     import torch
 
     from deepmoe.bench.sparse import bench_sparse
-    from deepmoe.bench.subjects import Subject, trained_subject, untrained_subject
-    from deepmoe.config import ModelConfig
+    from deepmoe.bench.subjects import trained_subject
     from deepmoe.devices import choose_device
-    from deepmoe.registry import model_options
 
     device = choose_device(device).type
     trained = Path(model).is_file()
-    given = click.get_current_context().get_parameter_source
-    unfit = ("wide", "block", "density", "size") if trained else ("overrides", "network")
-    for name in unfit:
-        if given(name) is click.core.ParameterSource.COMMANDLINE:
-            option = {"size": "input", "overrides": "set"}.get(name, name)
-            kind = "a checkpoint, which has its own" if trained else "the name of a model"
-            raise UserError(f"--{option} does not go with {kind}")
+    _check_options(trained)
     densities = [None] if trained else parse_numbers("--density", density, float)
     batches = parse_numbers("--batch", batch, int)
     if rounds < 1 or min(batches) < 1:
         raise UserError("--rounds and --batch must be at least 1")
 
-    def subject(share: float | None, images: int) -> Subject:
+    def subject(share: float | None, images: int) -> "Subject":
         if share is None:
-            return trained_subject(
-                Path(model),
-                batch=images,
-                codes=codes,
-                device=device,
-                data=overrides,
-                network=network,
-            )
-        return untrained_subject(
-            model,
-            density=share,
-            batch=images,
-            codes=codes,
-            size=None if size is None else parse_size(size),
-            device=device,
-            options=model_options(ModelConfig(wide=wide, block=block)),  # type: ignore[arg-type]
-        )
+            options = {"codes": codes, "device": device, "data": overrides, "network": network}
+            return trained_subject(Path(model), batch=images, **options)  # type: ignore[arg-type]
+        return _untrained(model, wide, block, share, images, codes, size, device)
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     found = [
@@ -182,18 +161,7 @@ def bench_sparse_verb(
     if save is not None:
         from deepmoe.results import write_result
 
-        command = _command(
-            f"deepmoe bench sparse {Path(model).name}",
-            wide=wide if wide != 1 else None,
-            block=block,
-            density=None if trained else density,
-            batch=batch,
-            codes=codes,
-            device=device,
-            input=size,
-            rounds=rounds if rounds != ROUNDS else None,
-        )
-        command += as_typed(overrides) + ("" if compile_dense else " --no-compile")
+        command = _sparse_command(trained, device, **click.get_current_context().params)
         write_result(save, values, command=command, seed=0, device=device)
     if as_json:
         say(json.dumps(values, indent=2))
@@ -201,6 +169,58 @@ def bench_sparse_verb(
     _tell(found, with_details)
     if trained:
         next_command("deepmoe export", Path(model), network)
+
+
+def _sparse_command(trained: bool, on: str, **given: Any) -> str:
+    """The command that was typed, but for places on this machine."""
+    command = _command(
+        f"deepmoe bench sparse {Path(given['model']).name}",
+        wide=given["wide"] if given["wide"] != 1 else None,
+        block=given["block"],
+        density=None if trained else given["density"],
+        batch=given["batch"],
+        codes=given["codes"],
+        device=on,
+        input=given["size"],
+        rounds=given["rounds"] if given["rounds"] != ROUNDS else None,
+    )
+    return command + as_typed(given["overrides"]) + " --no-compile" * (not given["compile_dense"])
+
+
+def _check_options(trained: bool) -> None:
+    """Refuses what says nothing of a checkpoint, or of a name."""
+    given = click.get_current_context().get_parameter_source
+    unfit = ("wide", "block", "density", "size") if trained else ("overrides", "network")
+    for name in unfit:
+        if given(name) is click.core.ParameterSource.COMMANDLINE:
+            option = {"size": "input", "overrides": "set"}.get(name, name)
+            kind = "a checkpoint, which has its own" if trained else "the name of a model"
+            raise UserError(f"--{option} does not go with {kind}")
+
+
+def _untrained(
+    name: str,
+    wide: float,
+    block: str | None,
+    density: float,
+    batch: int,
+    codes: int | None,
+    size: str | None,
+    device: str,
+) -> "Subject":
+    from deepmoe.bench.subjects import untrained_subject
+    from deepmoe.config import ModelConfig
+    from deepmoe.registry import model_options
+
+    return untrained_subject(
+        name,
+        density=density,
+        batch=batch,
+        codes=codes,
+        size=None if size is None else parse_size(size),
+        device=device,
+        options=model_options(ModelConfig(wide=wide, block=block)),  # type: ignore[arg-type]
+    )
 
 
 @bench.command("exits", **example("deepmoe bench exits exits.safetensors --threads 1"))

@@ -14,6 +14,7 @@ from deepmoe.errors import UserError
 from deepmoe.export import formats
 from deepmoe.export.formats import BATCH, ENDINGS, INPUT, OUTPUT, Call, Format
 from deepmoe.export.networks import (
+    ROUTES,
     Deployed,
     Route,
     dense_network,
@@ -23,12 +24,13 @@ from deepmoe.export.networks import (
 )
 from deepmoe.export.result import Export
 from deepmoe.files import write_atomically
+from deepmoe.model import DeepMoE
 from deepmoe.progress import followed, progress
 from deepmoe.timing import timed
 
 CHECKED_IMAGES = 200
 CHECKED_PIXELS = 2**24  # fewer images where they are large
-WARM_UP = 5
+WARM_UP, LEAST_TIMED, MOST_SECONDS = 5, 50, 20.0
 TOLERANCE = 1e-3  # of the largest output: runtimes round differently
 CPU = torch.device("cpu")
 
@@ -60,20 +62,10 @@ def export_checkpoint(
         UserError: for what can't be exported, packages that are missing, or a file that gives
             other answers than the model.
     """
-    formats.check_installed(format)
-    if format not in ENDINGS:
-        raise UserError(f"a format is one of {', '.join(ENDINGS)}, not {format!r}")
     model, size = loaded.model.eval(), size or loaded.info.size
-    model.check_finite()
-    if needs_images(model, route, codes) and data is None:
-        raise UserError(
-            "the route of a gated network is found on its training images: name them by "
-            "--set data.name=... --set data.root=PATH, or train it with train.codes"
-        )
+    _check_asked(model, format, route, codes, data)
     known = () if data is None else data.calibration
     if codes is not None:
-        if route == "static":
-            raise UserError("--codes goes with --route codes")
         model = with_codes(model, codes, known, size)
     made = deployed(model, route, known, size)
     images, checked_on = _images_of(size, loaded, data)
@@ -81,11 +73,10 @@ def export_checkpoint(
         program = formats.as_program(made.network, images[:1], one_image=made.one_image)
         content = formats.as_bytes(program, format, _notes(loaded, made))
         dense = dense_network(loaded)
-        dense_program = formats.as_program(dense, images[:1], one_image=True)
         calls: dict[str, Call] = {
             "exported": formats.runtime(content, format),
             "dense": dense,
-            "dense_runtime": formats.runtime(formats.as_bytes(dense_program, format, {}), format),
+            "dense_runtime": _in_runtime(dense, images[:1], format),
         }
     error, agreement = _differences(calls["exported"], made.network, loaded, images)
     if not error <= TOLERANCE:  # nan is not, either
@@ -116,6 +107,31 @@ def export_checkpoint(
         runtime=formats.runtime_name(format),
         threads=torch.get_num_threads(),
     )
+
+
+def _check_asked(
+    model: DeepMoE, format: Format, route: Route | None, codes: int | None, data: DataSource | None
+) -> None:
+    """Tells what is missing or wrong before anything is computed."""
+    if format not in ENDINGS:
+        raise UserError(f"a format is one of {', '.join(ENDINGS)}, not {format!r}")
+    if route not in (None, *ROUTES):
+        raise UserError(f"a route is one of {', '.join(ROUTES)}, not {route!r}")
+    formats.check_installed(format)
+    model.check_ahead()
+    model.check_finite()
+    if codes is not None and route == "static":
+        raise UserError("--codes goes with --route codes")
+    if needs_images(model, route, codes) and data is None:
+        raise UserError(
+            "the route of a gated network is found on its training images: name them by "
+            "--set data.name=... --set data.root=PATH, or train it with train.codes"
+        )
+
+
+def _in_runtime(network: nn.Module, image: Tensor, format: Format) -> Call:
+    program = formats.as_program(network, image, one_image=True)
+    return formats.runtime(formats.as_bytes(program, format, {}), format)
 
 
 def _images_of(
@@ -160,12 +176,14 @@ def _interleaved(calls: dict[str, Call], images: Tensor) -> dict[str, float]:
     for image in itertools.islice(itertools.cycle(images.split(1)), WARM_UP):
         for call in calls.values():
             call(image)
-    seconds = dict.fromkeys(calls, 0.0)
-    for number, image in enumerate(followed(images.split(1), "timing", len(images), "images")):
-        names = list(calls)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            seconds[name] += timed(partial(calls[name], image), CPU)[1]
-    return {name: 1e3 * total / len(images) for name, total in seconds.items()}
+    seconds, names, runs = dict.fromkeys(calls, 0.0), list(calls), 0
+    # All images equally often: what runs may depend on them.
+    while not runs or (runs < LEAST_TIMED and sum(seconds.values()) < MOST_SECONDS):
+        for image in followed(images.split(1), "timing", len(images), "images"):
+            for name in names[runs % len(names) :] + names[: runs % len(names)]:
+                seconds[name] += timed(partial(calls[name], image), CPU)[1]
+            runs += 1
+    return {name: 1e3 * total / runs for name, total in seconds.items()}
 
 
 def _notes(loaded: Checkpoint, made: Deployed) -> dict[str, Any]:
