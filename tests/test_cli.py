@@ -6,6 +6,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from cifar_files import write_binary, write_python
@@ -256,6 +257,31 @@ def test_the_command_alone_prints_its_help() -> None:
         result = deepmoe(*arguments)
         assert result.exit_code == 0 and result.stdout.startswith("Usage: ")
         assert "Error" not in result.output
+
+
+def verbs_of(group: click.Group, *before: str) -> list[tuple[list[str], click.Command]]:
+    """Every verb, with what is typed for it."""
+    found = []
+    for name, verb in group.commands.items():
+        below = verbs_of(verb, *before, name) if isinstance(verb, click.Group) else []
+        found += below or [([*before, name], verb)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("typed", "verb"),
+    verbs_of(main),
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_verb_alone_tells_how_it_is_called(typed, verb) -> None:
+    """One line with its usage and an example, which is also at the end of its help."""
+    command = " ".join(("deepmoe", *typed))
+    assert verb.epilog.startswith(f"Example: {command}")
+    assert verb.epilog in " ".join(deepmoe(*typed, "--help").stdout.split())
+    if any(isinstance(p, click.Argument) and p.required for p in verb.params):
+        refused = deepmoe(*typed)
+        assert_refused(refused, " is missing: ", f"{' '.join(typed)} [OPTIONS] ")
+        assert f"; for example: {command}" in refused.stderr
 
 
 def test_a_pipe_into_head_is_quiet() -> None:

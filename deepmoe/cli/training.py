@@ -100,6 +100,7 @@ def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple
 def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overwrite: bool) -> None:
     """Train a small DeepMoE and its dense twin on built-in data, and write a report."""
     from deepmoe.analysis.report import TABLE_HEADER
+    from deepmoe.checkpoint import LAST_NAME
     from deepmoe.config import load_config
     from deepmoe.quickstart import REPORT_NAME, train_with_twin
 
@@ -112,6 +113,7 @@ def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overw
     )
     print_table(TABLE_HEADER, [contender.row for contender in contenders])
     say(f"report: {folder / REPORT_NAME}")
+    next_command("deepmoe bench sparse", folder / "deepmoe" / LAST_NAME, None)
 
 
 def _check_choice(resume: bool, overwrite: bool) -> None:

@@ -18,7 +18,7 @@ Format = Literal["onnx", "torch-export"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 ENDINGS: dict[Format, str] = {"onnx": ".onnx", "torch-export": ".pt2"}
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
-NOTES = "deepmoe.json"  # in a file of torch.export: classes, and how images are normalised
+NOTES = "notes.json"  # in a file of torch.export: classes, and how images are normalised
 MOST_BYTES = 2**31 - 1  # of an ONNX file without others beside it
 Call = Callable[[Tensor], Tensor]
 

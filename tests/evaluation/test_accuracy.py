@@ -1,3 +1,6 @@
+import json
+from dataclasses import FrozenInstanceError, replace
+
 import numpy as np
 import pytest
 import torch
@@ -67,3 +70,19 @@ def test_the_record_holds_every_images_gates(model) -> None:
     assert record.layer_names[0] == "layer1.0.conv1"
     with pytest.raises(ValueError, match="dense network"):
         collect_gates(create_model("resnet20", gates=None), BATCHES, ())
+
+
+def test_an_evaluation_tells_of_itself(model) -> None:
+    result = replace(evaluate(model, BATCHES), exited=0.25, evaluated_on="test")
+    values = json.loads(json.dumps(result.as_dict()))
+    assert values["evaluated_on"] == "test" and values["macs_share"] == result.macs_share
+    rows = [line.split(maxsplit=1) for line in str(result).splitlines()]
+    assert ["accuracy", f"{result.accuracy:.2%}"] in rows
+    assert "8 (test)" in str(result) and "25.0%" in str(result)
+    assert [bar.get_width() for bar in result.plot().axes[0].patches] == [
+        result.dense_macs / 1e6,
+        result.macs / 1e6,
+    ]
+    assert "evaluated_on" not in evaluate(model, BATCHES).as_dict()
+    with pytest.raises(FrozenInstanceError):
+        result.loss = 0.0
