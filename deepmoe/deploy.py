@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from deepmoe.errors import UserError
 from deepmoe.graph import scale_inputs
 from deepmoe.graph.capture import one_tensor
-from deepmoe.hard_moe import HardMoE, nearest
+from deepmoe.hard_moe import HardMoE
 from deepmoe.model import DeepMoE, check_gated, confidence
+from deepmoe.ops import at_least_single
 
 
 class Logits(nn.Module):
@@ -136,7 +137,9 @@ class ExpertNetworks(nn.Module):
 
     def forward(self, x_1CHW: Tensor) -> Tensor:
         _check_one_image(x_1CHW)
-        number = nearest(self.features(x_1CHW), self.centroids)[0]
+        # As `nearest` does it, which ONNX has no operation for.
+        apart_KD = at_least_single(self.features(x_1CHW)) - self.centroids
+        number = apart_KD.square().sum(dim=1).argmin()
         return _run_one_of(list(self.networks), number, 0, x_1CHW)
 
 

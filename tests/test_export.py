@@ -9,16 +9,19 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from helpers import randomise_statistics, tiny_config
+from pair_files import open_pairs, write_pairs
 from torch import Tensor, nn
 
+from deepmoe.building import gate
 from deepmoe.checkpoint import Checkpoint, TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
+from deepmoe.config import EmbeddingConfig
 from deepmoe.data import DataSource, open_data
 from deepmoe.errors import UserError
 from deepmoe.export import export_checkpoint, exporting
 from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE, confidence
-from deepmoe.registry import model_from_config
+from deepmoe.registry import config_of, model_from_config
 
 VGG = ("model.name=vgg11", "model.widths=[4, 4, 4, 8, 8, 8, 8, 8]", "data.size=32")
 KEPT = [2, 3, 1, 4, 2, 2, 3, 1, 4]  # of the four channels of each group
@@ -56,11 +59,17 @@ def half_exit(model: DeepMoE, images: Tensor) -> None:
     model.exit_at = confidence(model.embedding(images)[1]).median() + 1e-5
 
 
+def far_apart(model: DeepMoE, images: Tensor) -> None:
+    model.centroids.copy_(model.embedding(images[:2]))
+    nn.init.normal_(model.network[1].classifier.bias)  # experts differ
+
+
 CASES: dict[str, tuple[tuple[str, ...], tuple[Callable, ...], str]] = {
     "static, vgg": (VGG, (one_route,), "most images run, for all images"),
     "static behind exits": (VGG, (one_route, half_exit), "for all images, behind exits"),
     "codes": (VGG, (two_codes,), "a network for each of 2 codes"),
     "pruned, resnet": (("model.gates=none", f"model.kept={KEPT}"), (), "that pruning has left"),
+    "experts": ((*VGG, "model.gates=none", "model.experts=2"), (far_apart,), "2 experts"),
     "exits": (
         (*VGG, "model.gates=none", "model.exits=true"),
         (half_exit,),
@@ -117,6 +126,22 @@ def test_a_file_for_pytorch_tells_of_itself(tmp_path: Path) -> None:
     assert str(result).startswith("dense in PyTorch ") and f"written: {tmp_path}" in str(result)
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.ms = 0
+
+
+@torch.no_grad()
+def test_a_segmentation_is_exported_for_one_size(tmp_path: Path) -> None:
+    data = open_pairs(write_pairs(tmp_path / "data"), crop=(24, 40))
+    pixels = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()]
+    network = nn.Sequential(*pixels, nn.Conv2d(16, 5, 1))
+    model = gate(network, torch.randn(1, 3, 24, 40), embedding=EmbeddingConfig(widths=(4, 4)))
+    loaded = Checkpoint(model, config_of(model), data.info, TrainState(), {})
+    one_route(model)
+    path, size = tmp_path / "model.pt2", (16, 32)
+    result = export_checkpoint(loaded, path, format="torch-export", data=data, size=size)
+    assert result.outputs == {"logits": ["batch", 5, 16, 32]} and result.agreement > 0.999
+    images, exported = torch.randn(3, 3, 16, 32), torch.export.load(path).module()
+    expected = loaded.model(images).logits
+    assert (exported(images) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def export(*arguments: object) -> Result:

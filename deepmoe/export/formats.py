@@ -54,8 +54,7 @@ def as_program(network: nn.Module, image: Tensor, *, one_image: bool) -> Any:
         try:
             return torch.export.export(network, (image,))
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0][:200]
-            raise UserError(f"torch.export can't capture the network: {reason}") from error
+            raise UserError(f"torch.export can't capture the network: {_why(error)}") from error
 
 
 def as_bytes(program: Any, format: Format, notes: dict[str, Any]) -> bytes:
@@ -71,8 +70,7 @@ def as_bytes(program: Any, format: Format, notes: dict[str, Any]) -> bytes:
                 program, (), dynamo=True, verbose=False, input_names=[INPUT], output_names=[OUTPUT]
             )
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0][:200]
-            raise UserError(f"the network can't be written as ONNX: {reason}") from error
+            raise UserError(f"the network can't be written as ONNX: {_why(error)}") from error
     made.model.metadata_props["deepmoe"] = written
     proto = made.model_proto
     _name_batch(proto)
@@ -106,6 +104,14 @@ def runtime_name(format: Format) -> str:
     import onnxruntime
 
     return f"ONNX Runtime {onnxruntime.__version__}"
+
+
+def _why(error: BaseException) -> str:
+    """What went wrong first, in one line: exporters wrap it in advice for their developers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__
 
 
 def _name_batch(proto: Any) -> None:
