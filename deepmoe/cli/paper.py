@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from deepmoe.cli.common import as_typed, json_option, parse_numbers, set_option
+from deepmoe.cli.examples import example
 from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 ALL, LIST = "all", "list"
 
 
-@click.command()
+@click.command(**example("deepmoe paper all --scale smoke"))
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--scale", default="short", show_default=True, help="full, short or smoke.")
 @set_option

@@ -141,7 +141,8 @@ def test_a_row_is_means_over_seeds_beside_the_papers_figures() -> None:
         "", (ERROR, MACS), [line, line_of(Row({"network": "paper only"}, (), {"error": 20.0}), [])]
     )
     assert table.header == (
-        "network", "method", "error", "error, paper", "error, difference", "MACs", "MACs, paper", "seeds",
+        "network", "method", "error", "error, paper", "error, difference", "MACs", "MACs, paper",
+        "seeds",
     )  # fmt: skip
     assert line["row"] == "net, ours"
     assert table.cells == (

@@ -75,8 +75,8 @@ def check_figures(out: Path) -> None:
     masked, narrowed = (memory[f"DeepMoE, ours, {part}"] for part in ("masked", "narrowed"))
     assert narrowed["parameters"] < masked["parameters"]
     assert narrowed["file_bytes"] < masked["file_bytes"]
-    assert rows("figure-expressive")["narrow DeepMoE, ours"]["distinct"] >= 1
-    assert "out_of_group" in rows("figure-shuffle")["narrow DeepMoE, literal: all classes"]
+    assert rows("figure-expressive")["vgg16, DeepMoE, ours"]["distinct"] >= 1
+    assert "out_of_group" in rows("figure-shuffle")["literal, all classes"]
     scenes = (out / "table-cityscapes.md").read_text()
     assert "| class | DRN-A-50, dense |" in scenes and "| background |" in scenes
 
