@@ -142,11 +142,14 @@ def test_a_sweep_that_is_stopped_lets_its_runs_save(cluster: Cluster, tmp_path: 
     assert load_checkpoint(folder / "last.safetensors").state.epoch >= 1
 
 
-@pytest.mark.parametrize("address", ["nonsense", "local", "127.0.0.1:1", "ray://localhost:1"])
+@pytest.mark.parametrize(
+    ("address", "seconds"),
+    [("nonsense", 30.0), ("local", 30.0), ("127.0.0.1:1", 0.1), ("ray://localhost:1", 0.1)],
+)
 def test_a_cluster_that_does_not_answer_is_told_at_once(
-    address: str, tmp_path: Path, monkeypatch
+    address: str, seconds: float, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(on_ray, "CONNECT_SECONDS", 3.0)
+    monkeypatch.setattr(on_ray, "CONNECT_SECONDS", seconds)
     grid = read_grid(write(tmp_path, TINY))
     with pytest.raises(UserError) as told:
         sweep(grid, tmp_path / "runs", tmp_path / "runs.jsonl", command="test", ray=address)

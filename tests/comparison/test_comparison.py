@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from forked import FORKING
 from helpers import tiny_config
 from safetensors.torch import load_file
 
@@ -50,6 +51,7 @@ def compared(preset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ("--macs", "0.6", "--out", out, "--latency-images", 3)
     with pytest.MonkeyPatch.context() as patch:  # processes of its own, with as many threads
         patch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        patch.setattr("deepmoe.launch.subprocess", FORKING)
         result = run(*METHODS, "--preset", preset, *options)
     assert result.exit_code == 0, result.output
     return out
@@ -201,7 +203,7 @@ def test_mistakes_are_told_in_one_sentence_before_any_work(
 ) -> None:
     if "--ray" in arguments:
         pytest.importorskip("ray")
-        monkeypatch.setattr("deepmoe.sweep.on_ray.CONNECT_SECONDS", 3.0)
+        monkeypatch.setattr("deepmoe.sweep.on_ray.CONNECT_SECONDS", 0.1)
     other = tmp_path / "other.safetensors"
     if "OTHER" in arguments:  # as if it had been trained on all images
         loaded = load_checkpoint(compared / "start-seed0" / "last.safetensors")
