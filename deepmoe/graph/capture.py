@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from deepmoe.errors import UserError
 from deepmoe.graph import functions
+from deepmoe.graph.channels import Shapes
 from deepmoe.graph.operations import name_of
 
 MOST_PIXELS = 1e6  # a side: sizes without a bound have a larger one
@@ -51,7 +52,9 @@ def capture(module: nn.Module, images: Tensor) -> fx.Graph:
         UserError: where it can't be captured, or gives more than one tensor.
     """
     with evaluation_mode(module):
-        expected = one_tensor(_call(module, images))
+        expected = _by_shapes(module, images) if images.is_meta else None
+        if expected is None:
+            expected = one_tensor(_call(module, images))
         if expected.dim() < 2 or len(expected) != len(images):
             raise UserError(
                 f"the network gives a tensor of shape {tuple(expected.shape)} for {len(images)} "
@@ -131,6 +134,15 @@ def _by_fx(module: nn.Module, images: Tensor, expected: Tensor) -> fx.Graph | No
         return graph if torch.equal(found, expected) else None
     except _ContextSwitched as error:
         raise UserError(SWITCHES) from error
+    except Exception:  # of anybody's code, under stand-ins
+        return None
+
+
+def _by_shapes(module: nn.Module, images: Tensor) -> Tensor | None:
+    """What the network gives for images without values, whose norms take their time even so."""
+    try:
+        with warnings.catch_warnings(action="ignore"), torch.no_grad():
+            return one_tensor(Shapes(module, _traced(module)).run(images))
     except Exception:  # of anybody's code, under stand-ins
         return None
 
