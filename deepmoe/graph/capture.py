@@ -52,16 +52,22 @@ def capture(module: nn.Module, images: Tensor) -> fx.Graph:
         UserError: where it can't be captured, or gives more than one tensor.
     """
     with evaluation_mode(module):
-        expected = _by_shapes(module, images) if images.is_meta else None
-        if expected is None:
-            expected = one_tensor(_call(module, images))
-        if expected.dim() < 2 or len(expected) != len(images):
-            raise UserError(
-                f"the network gives a tensor of shape {tuple(expected.shape)} for {len(images)} "
-                "images, not logits for each of them"
-            )
+        if images.is_meta:  # there are no values to compare
+            graph = _by_fx(module, images, None)
+            if graph is not None:
+                return graph
+        expected = one_tensor(_call(module, images))
+        _check_logits(expected, images)
         graph = _by_fx(module, images, expected)
         return _by_export(module, images, expected) if graph is None else graph
+
+
+def _check_logits(found: Tensor, images: Tensor) -> None:
+    if found.dim() < 2 or len(found) != len(images):
+        raise UserError(
+            f"the network gives a tensor of shape {tuple(found.shape)} for {len(images)} "
+            "images, not logits for each of them"
+        )
 
 
 @contextlib.contextmanager
@@ -122,27 +128,25 @@ class _Tracer(fx.Tracer):
         return type(m).__module__.startswith("torch.nn") and not isinstance(m, nn.Sequential)
 
 
-def _by_fx(module: nn.Module, images: Tensor, expected: Tensor) -> fx.Graph | None:
-    """By tracing with stand-ins; `None` where that fails, or would compute something else."""
+def _by_fx(module: nn.Module, images: Tensor, expected: Tensor | None) -> fx.Graph | None:
+    """By tracing with stand-ins; `None` where that fails, or would compute something else.
+
+    Args:
+        module: the network.
+        images: that it is tried with.
+        expected: what it gives for them, if they have values.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):
             graph = _normalised(_copied(_traced(module)), module)
-        if expected.is_meta:  # there are no values to compare
-            return graph
         with torch.no_grad():
+            if expected is None:
+                _check_logits(one_tensor(Shapes(module, graph).run(images)), images)
+                return graph
             found = one_tensor(fx.GraphModule(module, graph)(images))
-        return graph if torch.equal(found, expected) else None
+        return graph if expected.is_meta or torch.equal(found, expected) else None
     except _ContextSwitched as error:
         raise UserError(SWITCHES) from error
-    except Exception:  # of anybody's code, under stand-ins
-        return None
-
-
-def _by_shapes(module: nn.Module, images: Tensor) -> Tensor | None:
-    """What the network gives for images without values, whose norms take their time even so."""
-    try:
-        with warnings.catch_warnings(action="ignore"), torch.no_grad():
-            return one_tensor(Shapes(module, _traced(module)).run(images))
     except Exception:  # of anybody's code, under stand-ins
         return None
 

@@ -16,7 +16,7 @@ from deepmoe.errors import UserError
 from deepmoe.graph import functions
 from deepmoe.graph.capture import capture, evaluation_mode, one_tensor
 from deepmoe.graph.channels import BATCH, Call, Channels, Shapes, tensors_in
-from deepmoe.graph.narrow import narrowed
+from deepmoe.graph.narrow import narrowed_skeleton
 
 SMALL = 64  # pixels a side: enough to tell channels apart, and quick
 OTHER_SIZES = ((9, 6), (32, 64))  # more than the images that a network is captured with
@@ -408,7 +408,7 @@ _REMOVALS: tuple[tuple[Callable[[int], Any], bool], ...] = (
 
 
 def _wrong_without(graph: Graph, channels: Channels, keep: Tensor) -> set[str]:
-    small = Channels(narrowed(graph, graph.skeleton, keep), graph.program)
+    small = Channels(narrowed_skeleton(graph, keep), graph.program)
     try:
         small.run(torch.empty(BATCH, graph.colours, *graph.tried_size, device="meta"))
     except Exception:  # of anybody's code
