@@ -12,7 +12,8 @@ from typing import IO, Any
 
 import torch
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+START_METHOD = "forkserver"
+_CONTEXT = multiprocessing.get_context(START_METHOD)
 _CONTEXT.set_forkserver_preload(["deepmoe.training", "deepmoe.sweep", "sklearn.datasets"])
 
 

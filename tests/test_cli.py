@@ -256,10 +256,12 @@ def test_the_command_alone_prints_its_help() -> None:
         assert "Error" not in result.output
 
 
-def test_a_pipe_into_head_is_quiet() -> None:
-    command = f"{sys.executable} -m deepmoe models --json | head -n 1"
+@pytest.mark.parametrize(("lines", "seen"), [(1, "drn_a_50_camvid\n"), (0, "")])
+def test_a_pipe_into_head_is_quiet(lines: int, seen: str) -> None:
+    """Also where it has closed the pipe before anything is printed."""
+    command = f"{sys.executable} -m deepmoe config | head -n {lines}"
     result = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert result.stdout == "[\n" and result.stderr == ""
+    assert result.stdout == seen and result.stderr == ""
 
 
 def test_a_batch_size_without_its_learning_rate_gets_a_warning(tmp_path) -> None:
