@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from deepmoe.checkpoint_versions import check_gates, renamed
 from deepmoe.config import GIVEN, ModelConfig, RunConfig, config_from_dict, config_to_dict
 from deepmoe.data import DataInfo
+from deepmoe.devices import choose_device
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
 from deepmoe.layers import GateHeads, NoisyTopKHeads, RouteCodebook
@@ -175,7 +176,7 @@ def load_checkpoint(
         UserError: where the base network is not the zoo's own and not named, or the file is
             missing, damaged, not ours, from a later format, or has weights that are not finite.
     """
-    file = _File(Path(path))
+    device, file = choose_device(device), _File(Path(path))
     config, info, state = file.parse(used=True)
     try:
         check_gates(file.version, config.model)

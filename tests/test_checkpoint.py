@@ -227,3 +227,9 @@ def test_a_run_of_version_1_with_settings_that_are_gone_can_not_go_on() -> None:
     assert read_progress(OLD[1] / "gated.safetensors")[1].epoch == 3
     with pytest.raises(UserError, match=r"heads\.revive = 0\.1 is gone"):
         read_progress(OLD[1] / "random_threshold.safetensors")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:nonsense", 1.5, [1], "xpu"])
+def test_a_device_that_is_not_there_is_named(saved, device: object) -> None:
+    with pytest.raises(UserError, match=r"^(no device here is called|the device is cuda:99, but)"):
+        load_checkpoint(saved, device)

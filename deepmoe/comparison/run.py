@@ -19,7 +19,7 @@ from deepmoe.comparison.asked import (
 from deepmoe.comparison.measure import EXITS_NAME, Measured, measure_latency, measure_run
 from deepmoe.comparison.table import comparison_table
 from deepmoe.console import complain
-from deepmoe.errors import UserError
+from deepmoe.errors import TrainingInterrupted, UserError
 from deepmoe.files import write_atomically
 from deepmoe.sweep import RESULTS_NAME, Grid, read_results, sweep
 from deepmoe.sweep.grid import run_name
@@ -109,6 +109,11 @@ def _check_inputs(asked: Asked, out: Path) -> None:
         "teachers": [read_checksum(path) for path in asked.teacher_checkpoints],
     }
     noted = out / INPUTS_NAME
+    if not noted.exists() and any(out.glob(last_checkpoint(Path(), "*").as_posix())):
+        raise UserError(
+            f"{out} holds runs, but no {INPUTS_NAME} that tells what they start and learn from: "
+            "give another --out"
+        )
     if noted.exists() and json.loads(noted.read_text(encoding="utf-8")) != inputs:
         raise UserError(f"{out} holds a comparison of another start or teacher: give another --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -119,7 +124,13 @@ def _train_here(grid: Grid, out: Path, quiet: bool) -> None:
     """One run after the other, in this process, whose progress is shown."""
     for run in grid.in_order:
         complain(f"{run.name}:")
-        fit(resolved(run, out), out / run.name, resume=True, quiet=quiet)
+        try:
+            fit(resolved(run, out), out / run.name, resume=True, quiet=quiet)
+        except TrainingInterrupted as error:
+            stopped = str(error).partition(";")[0]
+            raise TrainingInterrupted(
+                f"{stopped}; {out / run.name} is saved, and the same command goes on from it"
+            ) from error
 
 
 def _measured(row: Row, asked: Asked, out: Path) -> list[Measured]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from deepmoe.config import DataConfig
-from deepmoe.data.reading import Unreadable, read_file, reason
-from deepmoe.errors import UserError
+from deepmoe.data.reading import Unreadable, read_file
+from deepmoe.errors import UserError, reason
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, in pixels."""

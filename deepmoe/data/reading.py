@@ -4,6 +4,8 @@ import os
 import stat
 from pathlib import Path
 
+from deepmoe.errors import reason
+
 MOST_BYTES = 2**28  # of an image file, as it is or unpacked from a zip
 
 
@@ -32,12 +34,6 @@ def check_length(length: int, limit: int) -> None:
     """Refuses a file of more than `limit` bytes before memory is taken for it."""
     if length > limit:
         raise Unreadable(f"{length:,} bytes are more than the {limit:,} that are read")
-
-
-def reason(error: Exception) -> str:
-    """What an error says, in one short line: libraries quote what they were given at length."""
-    text = getattr(error, "strerror", None) or str(error)
-    return text.strip().partition("\n")[0][:100] or type(error).__name__
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 from deepmoe.graph import functions
 from deepmoe.graph.channels import Shapes
 from deepmoe.graph.operations import name_of
@@ -107,9 +107,8 @@ def _call(module: nn.Module, images: Tensor) -> Any:
     except UserError:
         raise
     except Exception as error:  # of anybody's code
-        reason = str(error).strip().partition("\n")[0][:200]
         raise UserError(
-            f"the network does not take images of shape {tuple(images.shape)}: {reason}"
+            f"the network does not take images of shape {tuple(images.shape)}: {reason(error, 200)}"
         ) from error
 
 
@@ -174,9 +173,8 @@ def _by_export(module: nn.Module, images: Tensor, expected: Tensor) -> fx.Graph:
         with warnings.catch_warnings(action="ignore"), _quiet(), silent, torch.no_grad():
             exported = torch.export.export(module, (twice,), dynamic_shapes=(free,), strict=False)
     except Exception as error:  # of anybody's code
-        reason = str(error).strip().partition("\n")[0][:200]
         raise UserError(
-            f"the network {type(module).__name__} can't be captured ({reason}): "
+            f"the network {type(module).__name__} can't be captured ({reason(error, 200)}): "
             "its forward should take one batch of images, and branch on nothing but shapes"
         ) from error
     _tell_of_stochastic_depth(module)
