@@ -16,6 +16,7 @@ from deepmoe.cli.training import quickstart, teach, train
 from deepmoe.console import complain, drop_output, say
 from deepmoe.errors import OutputClosed, UserError
 
+MOST_CHARACTERS = 2000  # of a sentence; lists of names may be long
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -49,8 +50,15 @@ class Verbs(click.Group):
                 raise
             message, code = "there is not enough memory for this: try a smaller batch or model", 2
         if message:
-            complain(f"Error: {message}")
+            complain(f"Error: {_shortened(message)}")
         sys.exit(code)
+
+
+def _shortened(message: str) -> str:
+    """Without the middle, where it quotes what somebody has given at length."""
+    if len(message) <= MOST_CHARACTERS:
+        return message
+    return f"{message[: MOST_CHARACTERS - 200]} ... {message[-200:]}"
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
