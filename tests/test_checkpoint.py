@@ -90,6 +90,7 @@ def test_foreign_files_are_named(saved, tmp_path) -> None:
             "damaged header: unknown config key model.nmae",
         ),
         ({"config": "[1]"}, "damaged header"),
+        ({"config": "[]"}, "damaged header: the configuration is no table"),
         ({"config": "[" * 100000}, "damaged header"),
         ({"data": "{}"}, "damaged header"),
         ({"data": "[1]"}, "damaged header"),
@@ -114,6 +115,13 @@ def test_foreign_files_are_named(saved, tmp_path) -> None:
         (
             {"data": '{"class_names": ["a"], "size": [8, 8], "mean": [0, 0, 0], "std": [1, 1, 1]}'},
             "damaged header",
+        ),
+        (
+            {
+                "data": '{"class_names": ["a", "b"], "size": [8, 1000000000000], '
+                '"mean": [0, 0, 0], "std": [1, 1, 1]}'
+            },
+            "damaged header: images have at most",
         ),
         ({"config": '{"model": {"name": "vgg16"}}'}, "does not fit its own model vgg16"),
     ],

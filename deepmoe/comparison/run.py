@@ -19,8 +19,8 @@ from deepmoe.comparison.asked import (
 from deepmoe.comparison.measure import EXITS_NAME, Measured, measure_latency, measure_run
 from deepmoe.comparison.table import comparison_table
 from deepmoe.console import complain
-from deepmoe.errors import TrainingInterrupted, UserError
-from deepmoe.files import write_atomically
+from deepmoe.errors import TrainingInterrupted, UserError, reason
+from deepmoe.files import read_regular, write_atomically
 from deepmoe.sweep import RESULTS_NAME, Grid, read_results, sweep
 from deepmoe.sweep.grid import run_name
 from deepmoe.sweep.steps import last_checkpoint, resolved
@@ -114,10 +114,17 @@ def _check_inputs(asked: Asked, out: Path) -> None:
             f"{out} holds runs, but no {INPUTS_NAME} that tells what they start and learn from: "
             "give another --out"
         )
-    if noted.exists() and json.loads(noted.read_text(encoding="utf-8")) != inputs:
+    if noted.exists() and _read_inputs(noted) != inputs:
         raise UserError(f"{out} holds a comparison of another start or teacher: give another --out")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(noted, json.dumps(inputs).encode())
+
+
+def _read_inputs(path: Path) -> Any:
+    try:
+        return json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({reason(error)}): give another --out") from error
 
 
 def _train_here(grid: Grid, out: Path, quiet: bool) -> None:

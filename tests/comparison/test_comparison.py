@@ -249,6 +249,9 @@ def test_a_folder_of_another_start_is_refused(compared: Path, preset: Path, tmp_
     result = run(*options, "--latency-images", 0)
     assert result.exit_code == 2
     assert "another start or teacher: give another --out" in result.stderr
+    (tmp_path / "out" / "inputs.json").write_text("{")
+    result = run(*options, "--latency-images", 0)
+    assert result.exit_code == 2 and "inputs.json is damaged" in result.stderr
     (tmp_path / "out" / "inputs.json").unlink()
     result = run(*options, "--latency-images", 0)
     assert result.exit_code == 2 and "holds runs, but no inputs.json" in result.stderr
