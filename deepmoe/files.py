@@ -82,8 +82,11 @@ def exclusive(folder: Path) -> Iterator[None]:
         holder = _lock(handle)
         if holder is not None:
             raise UserError(f"{folder} is in use by {holder}")
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        except OSError as error:  # a full disk, or what is no file
+            raise UserError(f"cannot write {folder / LOCK_NAME}: {error.strerror}") from error
         _OURS.add(folder)
         yield
     finally:

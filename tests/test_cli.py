@@ -264,6 +264,15 @@ def test_a_pipe_into_head_is_quiet(lines: int, seen: str) -> None:
     assert result.stdout == seen and result.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("command", "code"), [("config >&-", 0), ("config x 2>&-", 2), ("config <&- >&- 2>&-", 0)]
+)
+def test_outputs_that_are_closed_from_the_start_get_nothing(command: str, code: int) -> None:
+    whole = f"{sys.executable} -m deepmoe {command}"
+    result = subprocess.run(whole, shell=True, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
+
+
 def test_a_batch_size_without_its_learning_rate_gets_a_warning(tmp_path) -> None:
     settings = ["--set", "train.batch_size=128", "--set", "train.device=none"]
     result = deepmoe("train", "quickstart", "--out", tmp_path / "run", *settings[:2], *OFF)

@@ -9,7 +9,7 @@ import pytest
 from deepmoe.checkpoint import load_checkpoint
 from deepmoe.config import load_config
 from deepmoe.errors import UserError
-from deepmoe.files import write_atomically
+from deepmoe.files import LOCK_NAME, exclusive, write_atomically
 from deepmoe.sparse import Plan
 from deepmoe.sweep import read_grid, read_results
 
@@ -53,6 +53,12 @@ def test_what_can_not_be_read_whole_is_refused(reader: str, odd: Path) -> None:
 def test_what_is_no_path_is_refused(path: object) -> None:
     with pytest.raises(UserError, match="a checkpoint is named by a path, not by a"):
         load_checkpoint(path)  # type: ignore[arg-type]
+
+
+def test_what_stands_where_a_lock_goes_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK_NAME)
+    with pytest.raises(UserError, match=r"cannot write .*\.lock: "), exclusive(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("draft", ["pipe", "link"])

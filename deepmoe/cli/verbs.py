@@ -13,7 +13,7 @@ from deepmoe.cli.exits import exits
 from deepmoe.cli.models import config, describe, macs, models
 from deepmoe.cli.sweep import sweep
 from deepmoe.cli.training import quickstart, teach, train
-from deepmoe.console import complain, drop_output, say
+from deepmoe.console import complain, drop_output, fill_closed_outputs, say
 from deepmoe.errors import OutputClosed, UserError
 
 MOST_CHARACTERS = 2000  # of a sentence; lists of names may be long
@@ -24,6 +24,7 @@ class Verbs(click.Group):
     """Turns mistakes into one clear sentence; anything else is a bug and keeps its traceback."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
+        fill_closed_outputs()
         warnings.showwarning = _show_warning
         try:
             return super().main(*arguments, **{**options, "standalone_mode": False})
