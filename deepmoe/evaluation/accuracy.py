@@ -54,7 +54,7 @@ def evaluate(model: DeepMoE, batches: Batches) -> Evaluation:
     device, size, answers = next(model.parameters()).device, (0, 0), False
     # In double precision: sums of MACs don't fit into single precision.
     sums = torch.zeros(8, dtype=torch.float64, device=device)
-    for x_BCHW, labels in batches_for(model, batches):
+    for x_BCHW, labels in batches_for(model, batches, classes=model.classes):
         size, output = size_of(x_BCHW), model(x_BCHW)
         logits, guess = output.logits.double(), output.embedding_logits
         none, answers = torch.zeros_like(sums[0]), guess is not None

@@ -16,7 +16,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def batches_for(
-    model: DeepMoE, batches: Batches, most: int | None = None
+    model: DeepMoE, batches: Batches, most: int | None = None, *, classes: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Images and labels where the model is; it is in evaluation mode meanwhile.
 
@@ -24,6 +24,7 @@ def batches_for(
         model: to go through the images with.
         batches: such as a `BatchLoader`.
         most: how many images to stop at; the last batch is cut.
+        classes: that labels are of, where these are used.
 
     Raises:
         UserError: where there are no images.
@@ -31,7 +32,7 @@ def batches_for(
     check_model(model)
     device, seen = next(model.parameters()).device, 0
     with evaluation_mode(model):
-        for x_BCHW, labels in checked_batches(batches, model.classes):
+        for x_BCHW, labels in checked_batches(batches, classes):
             room = len(x_BCHW) if most is None else min(len(x_BCHW), most - seen)
             yield model.as_input(x_BCHW[:room]), labels[:room].to(device)
             seen += room
@@ -48,12 +49,12 @@ def check_model(model: Any) -> None:
         raise UserError(f"a model of deepmoe's is needed, not a {kind}: see create_model and gate")
 
 
-def checked_batches(batches: Any, classes: int) -> Iterator[tuple[Tensor, Tensor]]:
+def checked_batches(batches: Any, classes: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of anybody's, one after the other.
 
     Args:
         batches: such as a torch `DataLoader`.
-        classes: that labels are of.
+        classes: that labels are of; `None` where nobody looks at them.
 
     Raises:
         UserError: for what are no batches of images and labels.
@@ -77,7 +78,8 @@ def checked_batches(batches: Any, classes: int) -> Iterator[tuple[Tensor, Tensor
                 "a batch holds images (images, channels, height, width) and a label for each, "
                 f"not tensors of {shapes}; a dataset goes into a torch DataLoader first"
             )
-        if labels.dim() == 1 and labels.device.type == "cpu":  # a GPU would be waited for
+        on_cpu = labels.device.type == "cpu"  # a GPU would be waited for
+        if classes is not None and labels.dim() == 1 and on_cpu:
             _check_labels(labels, classes)
         yield x_BCHW, labels
 
