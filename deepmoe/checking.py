@@ -23,6 +23,9 @@ ROUTES = 4  # that images may take
 TOLERANCE = 1e-4  # of the largest logit, in single precision
 
 
+Narrow = tuple[nn.Module, Gating, list[Tensor]]  # as `Gating.narrow` gives it
+
+
 @dataclass(frozen=True)
 class Rule:
     """One thing that was tried."""
@@ -81,8 +84,9 @@ def check(model: DeepMoE, images: Tensor, *, seed: int = 0) -> Check:
         rules = [_open_gates(model, images)]
         for density in DENSITIES:
             closed = [_closed(g, density, generator) for g in gates]
-            rules.append(_closed_gates(model, images, closed, density))
-            rules.append(_macs(model, images, closed, density))
+            small = model.gating.narrow(model.network, [g[0] != 0 for g in closed])
+            rules.append(_closed_gates(model, images, closed, small, density))
+            rules.append(_macs(model, images, closed, small, density))
         rules.append(_sparse(model, images, seed))
     return Check(tuple(rules))
 
@@ -126,9 +130,10 @@ def _open_gates(model: DeepMoE, images: Tensor) -> Rule:
     return Rule(name, False, _first(original, gated, lambda a, b: not torch.equal(a, b)))
 
 
-def _closed_gates(model: DeepMoE, images: Tensor, gates: list[Tensor], density: float) -> Rule:
-    gating = model.gating
-    small, small_gating, left = gating.narrow(model.network, [g[0] != 0 for g in gates])
+def _closed_gates(
+    model: DeepMoE, images: Tensor, gates: list[Tensor], removed: Narrow, density: float
+) -> Rule:
+    gating, (small, small_gating, left) = model.gating, removed
     kept = [g.index_select(1, at.to(g.device)) for g, at in zip(gates, left, strict=True)]
     with _outputs(model, model.network) as whole:
         expected = gating(model.network, images, gates)
@@ -148,13 +153,14 @@ def _closed_gates(model: DeepMoE, images: Tensor, gates: list[Tensor], density: 
     return Rule(name, False, f"error {error:.1e}, {far}")
 
 
-def _macs(model: DeepMoE, images: Tensor, gates: list[Tensor], density: float) -> Rule:
+def _macs(
+    model: DeepMoE, images: Tensor, gates: list[Tensor], removed: Narrow, density: float
+) -> Rule:
     name, size = (
         f"MACs equal PyTorch's count, density {density:g}",
         (images.shape[2], images.shape[3]),
     )
-    gating = model.gating
-    small, small_gating, left = gating.narrow(model.network, [g[0] != 0 for g in gates])
+    gating, (small, small_gating, left) = model.gating, removed
     kept = [g[:1].index_select(1, at.to(g.device)) for g, at in zip(gates, left, strict=True)]
     expected = int(count_macs(gating, size, [g[:1] for g in gates])[0])
     with FlopCounterMode(display=False) as counter, _counts(small_gating, small, counter) as each:

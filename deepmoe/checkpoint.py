@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from deepmoe.checkpoint_versions import check_gates, renamed
 from deepmoe.config import GIVEN, ModelConfig, RunConfig, config_from_dict, config_to_dict
 from deepmoe.data import DataInfo
-from deepmoe.errors import UserError
+from deepmoe.devices import choose_device
+from deepmoe.errors import UserError, reason
 from deepmoe.files import write_atomically
 from deepmoe.layers import GateHeads, NoisyTopKHeads, RouteCodebook
 from deepmoe.model import DeepMoE
@@ -175,7 +176,7 @@ def load_checkpoint(
         UserError: where the base network is not the zoo's own and not named, or the file is
             missing, damaged, not ours, from a later format, or has weights that are not finite.
     """
-    file = _File(Path(path))
+    device, file = choose_device(device), _File(path)
     config, info, state = file.parse(used=True)
     try:
         check_gates(file.version, config.model)
@@ -254,12 +255,12 @@ def read_network(path: str | Path) -> str:
 
 def read_model(path: str | Path) -> ModelConfig:
     """What a checkpoint's base network is, without its weights."""
-    return _File(Path(path)).parse(used=True)[0].model
+    return _File(path).parse(used=True)[0].model
 
 
 def read_checksum(path: str | Path) -> str:
     """What tells a checkpoint from all others; those of the first format have none."""
-    return _File(Path(path)).header.get("checksum", "")
+    return _File(path).header.get("checksum", "")
 
 
 def read_progress(path: str | Path) -> tuple[RunConfig, TrainState]:
@@ -268,15 +269,21 @@ def read_progress(path: str | Path) -> tuple[RunConfig, TrainState]:
     Raises:
         UserError: as `load_checkpoint` does, and for settings of training that are gone.
     """
-    config, _, state = _File(Path(path)).parse(used=False)
+    config, _, state = _File(path).parse(used=False)
     return config, state
 
 
 class _File:
     """A checkpoint's file: its header, the shapes of its tensors, and on demand these."""
 
-    def __init__(self, path: Path) -> None:
-        if not path.is_file():
+    def __init__(self, path: str | Path) -> None:
+        if not isinstance(path, str | Path):
+            raise UserError(f"a checkpoint is named by a path, not by a {type(path).__name__}")
+        try:
+            there = (path := Path(path)).is_file()
+        except OSError as error:  # such as for a name that is too long
+            raise UserError(f"no checkpoint at {path}: {reason(error)}") from error
+        if not there:
             raise UserError(f"no checkpoint at {path}")
         self.path = path
         try:
@@ -303,13 +310,15 @@ class _File:
         """The header as what it stands for; `used` as in `config_from_dict`."""
         try:
             values = json.loads(self.header["config"])
+            if not isinstance(values, dict):
+                raise TypeError("the configuration is no table")
             config = config_from_dict(values, used=used)
             info = from_plain(json.loads(self.header["data"]), DataInfo)
             state = from_plain(json.loads(self.header["state"]), TrainState)
             state.check(config.train.total_epochs)
         except (KeyError, ValueError, TypeError, RecursionError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise UserError(f"checkpoint {self.path} has a damaged header: {reason}") from error
+            why = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise UserError(f"checkpoint {self.path} has a damaged header: {why}") from error
         group = values.get("heads", {}).get("group", 1)  # version 1: channels that share a gate
         self.heads_group = group if isinstance(group, int) and group > 0 else 1
         return config, info, state

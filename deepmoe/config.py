@@ -14,6 +14,7 @@ import tomli_w
 from deepmoe.config_checks import check_config
 from deepmoe.config_versions import SCHEMA, upgraded
 from deepmoe.errors import UserError
+from deepmoe.files import read_regular
 from deepmoe.schema import Gates, Paths, Schedule, Widths, from_plain, suggest, to_plain
 
 GIVEN: Literal["given"] = (
@@ -246,7 +247,7 @@ def load_config(preset: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 def preset_comment(preset: str | Path) -> str:
     """What a preset's file says of itself in its first lines: what it is for, what comes before."""
-    lines = _preset_file(preset).read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = _content(_preset_file(preset)).splitlines(keepends=True)
     return "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
 
 
@@ -291,10 +292,16 @@ def _preset_file(preset: str | Path) -> Any:
     return resources.files("deepmoe").joinpath("presets", f"{preset}.toml")
 
 
+def _content(path: Any) -> str:
+    """The text of a user's file, or of one of the package's own."""
+    whole = read_regular(path) if isinstance(path, Path) else path.read_bytes()
+    return whole.decode("utf-8").replace("\r\n", "\n")
+
+
 def read_toml(path: Any, what: str) -> dict[str, Any]:
     """The values of a TOML file, a `Path` or a resource; `what` names it to a user."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(_content(path))
     except ValueError as error:  # wrong TOML, text or numbers
         raise UserError(f"{what} is not valid TOML: {error}") from error
     except RecursionError as error:

@@ -26,6 +26,21 @@ def printable(text: object) -> str:
     )
 
 
+def fill_closed_outputs() -> None:
+    """Lets what is printed go nowhere where a standard output was closed before the start.
+
+    Its number would else be that of the next file that is opened, which would get all of it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest one free
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
 def say(text: object = "", *, end: str = "\n") -> None:
     """Prints text, of one line or several, to standard output."""
     with noticing_closed_output():

@@ -87,6 +87,8 @@ def count_macs(
             stands for the base network alone.
         size: pixels a side, or (height, width).
         gates: the gates of a batch, as `DeepMoEOutput.gates`. A channel runs if its gate is not 0.
+            Of a group that is closed altogether, nothing is counted: nobody reads it. Code that
+            needs a channel at least, as the sparse engine and removal do, runs one of it.
         exited: which images the embedding has answered, as `DeepMoEOutput.exited`: neither heads
             nor base network run for those.
 

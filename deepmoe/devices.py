@@ -5,20 +5,25 @@ from typing import Any
 
 import torch
 
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 
 
-def choose_device(asked: str | None = "auto") -> torch.device:
+def choose_device(asked: str | torch.device | None = "auto") -> torch.device:
     """The device; `auto` is a GPU where there is one.
 
     Raises:
-        UserError: for a GPU on a machine that has none.
+        UserError: for a device that this machine does not have.
     """
-    if asked in (None, "auto"):
+    if asked is None or asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "cpu"
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise UserError("the device is cuda, but this machine has no usable CUDA device")
-    return torch.device(asked)
+    if str(asked).startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"the device is {asked}, but this machine has no usable CUDA device")
+    try:
+        device = torch.device(asked)
+        torch.empty(0, device=device)
+    except Exception as error:  # of many kinds
+        raise UserError(f"no device here is called {asked!r}: {reason(error)}") from error
+    return device
 
 
 def choose_precision(asked: str, device: torch.device) -> str:

@@ -1,6 +1,12 @@
 """Exceptions that end a command with one sentence instead of a traceback."""
 
 
+def reason(error: BaseException, most: int = 100) -> str:
+    """What an error says, in one short line: libraries quote what they were given at length."""
+    text = getattr(error, "strerror", None) or str(error)
+    return text.strip().partition("\n")[0][:most] or type(error).__name__
+
+
 class UserError(ValueError):
     """Bad input: a wrong name, key, file or shape.
 

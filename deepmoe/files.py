@@ -1,16 +1,47 @@
 """Files that are there whole, or not at all; folders that one process has to itself."""
 
 import contextlib
+import errno
 import os
 import platform
+import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from deepmoe.errors import UserError
 
+MOST_BYTES = 2**28  # of a file that is read whole
 LOCK_NAME = ".lock"
 _OURS: set[Path] = set()  # folders that this process has to itself
+
+
+def read_regular(path: str | Path, limit: int = MOST_BYTES) -> bytes:
+    """The content of a regular file; anything else could block, or never end.
+
+    Raises:
+        OSError: where there is no such file, or it is of another kind or too large.
+    """
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            if status.st_size > limit:
+                raise OSError(errno.EFBIG, too_long(status.st_size, limit), str(path))
+            return file.read(status.st_size)
+    except ValueError as error:  # a path that holds a zero byte
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+
+
+def too_long(length: int, limit: int) -> str:
+    """What is told of a file that is refused before memory is taken for it."""
+    return f"{length:,} bytes are more than the {limit:,} that are read"
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    # A pipe would otherwise keep this process until somebody writes into it.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -18,6 +49,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     draft = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        draft.unlink(missing_ok=True)  # it may lead elsewhere, or be a pipe that nobody reads
         with draft.open("wb") as file:
             file.write(content)
             file.flush()
@@ -93,8 +125,11 @@ def exclusive(folder: Path) -> Iterator[None]:
         holder = _lock(handle)
         if holder is not None:
             raise UserError(f"{folder} is in use by {holder}")
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        try:
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        except OSError as error:  # a full disk, or what is no file
+            raise UserError(f"cannot write {folder / LOCK_NAME}: {error.strerror}") from error
         _OURS.add(folder)
         yield
     finally:

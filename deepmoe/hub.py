@@ -10,7 +10,7 @@ from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.config import GIVEN, DataConfig, RunConfig, config_to_dict
 from deepmoe.data import DataInfo
 from deepmoe.data.torch_datasets import UNKNOWN_MEAN, UNKNOWN_STD
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 from deepmoe.extras import require
 from deepmoe.model import DeepMoE
 from deepmoe.registry import config_of, usual_input
@@ -111,8 +111,7 @@ def from_pretrained(name: str | Path, **hub: Any) -> DeepMoE:
     except UserError:
         raise
     except (HfHubHTTPError, OSError, ValueError) as error:  # also of a name that can't be
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise UserError(f"there is no model at {name}: {reason}") from error
+        raise UserError(f"there is no model at {name}: {reason(error, 200)}") from error
 
 
 def _told(model: DeepMoE, config: RunConfig, info: DataInfo) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from deepmoe.config import PruneBy, TrainConfig
 from deepmoe.costs import Size
 from deepmoe.data import Batch
 from deepmoe.errors import UserError
+from deepmoe.evaluation.batches import checked_batches
 from deepmoe.evaluation.cut import refit_norms
 from deepmoe.graph import Gating, check_kept, describe, prunable
 from deepmoe.hard_moe import refuse_experts
@@ -47,6 +48,7 @@ def prune_module(
     Raises:
         UserError: where the network can't be captured, or pruned so far.
     """
+    _check_mode()
     graph = describe(module, images)
     model = DeepMoE(None, None, module, prunable(graph))
     model.training = module.training
@@ -87,11 +89,13 @@ def prune(
     Raises:
         UserError: for a gated or pruned model, or a share that can't be reached.
     """
+    _check_mode()
     if not isinstance(model, DeepMoE):
         raise UserError("prune takes a model of deepmoe's: prune_module takes any network")
     if not isinstance(by, str) or by not in SELECTORS:
         raise UserError(f"channels are pruned by one of {', '.join(SELECTORS)}, not by {by!r}")
-    loader: Epochs = judged_by if isinstance(judged_by, Epochs) else Batches(judged_by)
+    classes = model.classes
+    loader: Epochs = judged_by if isinstance(judged_by, Epochs) else Batches(judged_by, classes)
     refuse_experts(model, "prune the network that they start from")
     if model.gated:
         raise UserError("a gated model can't be pruned: prune the network, then gate what is left")
@@ -128,6 +132,11 @@ def prune(
     return small
 
 
+def _check_mode() -> None:
+    if torch.is_inference_mode_enabled():
+        raise UserError("pruning looks at gradients: call it outside of torch.inference_mode()")
+
+
 def _check_arguments(
     gating: Gating,
     share: float | None,
@@ -154,8 +163,9 @@ def _check_arguments(
 class Batches:
     """Batches of a user's own, such as a torch `DataLoader`, as methods ask for them."""
 
-    def __init__(self, batches: Iterable[Batch]) -> None:
+    def __init__(self, batches: Iterable[Batch], classes: int) -> None:
         self.batches = batches
+        self.classes = classes
 
     def epoch(self, number: int) -> Iterator[Batch]:
         """All batches, as they come."""
@@ -164,11 +174,7 @@ class Batches:
                 "this method goes through training images more than once: give a DataLoader, or a "
                 "list of batches"
             )
-        for batch in self.batches:
-            pair = isinstance(batch, tuple | list) and len(batch) == 2
-            if not pair or not all(isinstance(part, Tensor) for part in batch):
-                raise UserError("batches are pairs of tensors: images and their labels")
-            x_BCHW, labels = batch
+        for x_BCHW, labels in checked_batches(self.batches, self.classes):
             if not bool(x_BCHW.isfinite().all()):
                 raise UserError("some pixels of the training images are not finite")
             yield x_BCHW, labels

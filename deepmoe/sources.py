@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 from deepmoe.progress import progress
 
 USUAL_SIZE = (224, 224)
@@ -43,8 +43,8 @@ def make_network(name: str, classes: int | None, *, pretrained: bool) -> nn.Modu
     except ModuleNotFoundError as error:
         raise UserError(f"{name} needs {error.name}, which is not installed") from error
     except (Exception, SystemExit) as error:  # of anybody's code
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise UserError(f"{name} can't be made: {type(error).__name__}: {reason}") from error
+        kind, why = type(error).__name__, reason(error, 200)
+        raise UserError(f"{name} can't be made: {kind}: {why}") from error
     if not isinstance(network, nn.Module):
         raise UserError(f"{name} gives a {type(network).__name__}, not a torch.nn.Module")
     return network

@@ -16,7 +16,7 @@ from deepmoe.training.log import read_metrics
 SMALL = (
     "model.widths=[16, 16, 16, 16, 16, 16, 16, 16, 16]",
     "loss.sparsity=0",
-    "train.epochs=10",
+    "train.epochs=5",
     "train.finetune_epochs=1",
     "train.batch_size=64",
 )

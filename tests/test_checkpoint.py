@@ -90,6 +90,7 @@ def test_foreign_files_are_named(saved, tmp_path) -> None:
             "damaged header: unknown config key model.nmae",
         ),
         ({"config": "[1]"}, "damaged header"),
+        ({"config": "[]"}, "damaged header: the configuration is no table"),
         ({"config": "[" * 100000}, "damaged header"),
         ({"data": "{}"}, "damaged header"),
         ({"data": "[1]"}, "damaged header"),
@@ -114,6 +115,13 @@ def test_foreign_files_are_named(saved, tmp_path) -> None:
         (
             {"data": '{"class_names": ["a"], "size": [8, 8], "mean": [0, 0, 0], "std": [1, 1, 1]}'},
             "damaged header",
+        ),
+        (
+            {
+                "data": '{"class_names": ["a", "b"], "size": [8, 1000000000000], '
+                '"mean": [0, 0, 0], "std": [1, 1, 1]}'
+            },
+            "damaged header: images have at most",
         ),
         ({"config": '{"model": {"name": "vgg16"}}'}, "does not fit its own model vgg16"),
     ],
@@ -227,3 +235,9 @@ def test_a_run_of_version_1_with_settings_that_are_gone_can_not_go_on() -> None:
     assert read_progress(OLD[1] / "gated.safetensors")[1].epoch == 3
     with pytest.raises(UserError, match=r"heads\.revive = 0\.1 is gone"):
         read_progress(OLD[1] / "random_threshold.safetensors")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:nonsense", 1.5, [1], "xpu"])
+def test_a_device_that_is_not_there_is_named(saved, device: object) -> None:
+    with pytest.raises(UserError, match=r"^(no device here is called|the device is cuda:99, but)"):
+        load_checkpoint(saved, device)

@@ -284,10 +284,21 @@ def test_a_verb_alone_tells_how_it_is_called(typed, verb) -> None:
         assert f"; for example: {command}" in refused.stderr
 
 
-def test_a_pipe_into_head_is_quiet() -> None:
-    command = f"{sys.executable} -m deepmoe config vgg16_cifar100_best | head -n 1"
+@pytest.mark.parametrize(("lines", "seen"), [(1, "drn_a_50_camvid\n"), (0, "")])
+def test_a_pipe_into_head_is_quiet(lines: int, seen: str) -> None:
+    """Also where it has closed the pipe before anything is printed."""
+    command = f"{sys.executable} -m deepmoe config | head -n {lines}"
     result = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert len(result.stdout.splitlines()) == 1 and result.stderr == ""
+    assert result.stdout == seen and result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("config >&-", 0), ("config x 2>&-", 2), ("config <&- >&- 2>&-", 0)]
+)
+def test_outputs_that_are_closed_from_the_start_get_nothing(command: str, code: int) -> None:
+    whole = f"{sys.executable} -m deepmoe {command}"
+    result = subprocess.run(whole, shell=True, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", "")
 
 
 def test_a_batch_size_without_its_learning_rate_gets_a_warning(tmp_path) -> None:

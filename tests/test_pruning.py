@@ -228,9 +228,16 @@ def test_what_can_not_be_pruned_from_python_gets_one_sentence() -> None:
         ([images], "pairs of tensors"),
         ([{"images": images}], "pairs of tensors"),
         ([(images * float("nan"), LABELS)], "not finite"),
+        ([(images, LABELS + 100)], "labels are from 0 to"),
+        ([(images, LABELS[:1])], "a label for each"),
     ):
         with pytest.raises(UserError, match=words):
             prune_module(Small().eval(), images[:2], 0.6, batches, by="he")
+    with (
+        torch.inference_mode(),
+        pytest.raises(UserError, match=r"outside of torch\.inference_mode"),
+    ):
+        prune_module(Small().eval(), images[:2], 0.6, [(images, LABELS)], by="taylor")
     for share, widths in ((None, None), (0.5, [4] * 8)):
         with pytest.raises(UserError, match="a share of the MACs, or widths, and not both"):
             prune(dense("vgg11"), 32, share, loader(), widths=widths)

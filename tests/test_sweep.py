@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from forked import FORKING, Forked
 from safetensors.torch import load_file
 from test_exclusive import HOLD
 
@@ -577,22 +578,14 @@ def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path, monkeypatch, 
     assert "killed by SIGKILL" in capsys.readouterr().err
 
 
-def heed_signals() -> None:
-    """As a process in the foreground does, whatever the tests run in."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGHUP])
 def test_an_interrupted_sweep_lets_its_runs_save(asked: signal.Signals, tmp_path: Path) -> None:
     text = TINY.replace("[0, 1]", "[0]").replace('"train.epochs" = 1', '"train.epochs" = 500')
     path = write(tmp_path, text)
-    command = [sys.executable, "-m", "deepmoe", "sweep", str(path), "--out", str(tmp_path / "runs")]
+    command = ["deepmoe", "sweep", str(path), "--out", str(tmp_path / "runs")]
     metrics = tmp_path / "runs" / "grid-seed0" / "metrics.jsonl"
     # In a session of its own, as a terminal has: a Ctrl-C reaches the whole of it.
-    process = subprocess.Popen(
-        command, cwd=tmp_path, start_new_session=True, preexec_fn=heed_signals
-    )
+    process = Forked(command, cwd=tmp_path)
     try:
         while not (metrics.exists() and metrics.read_text()):
             assert process.poll() is None
@@ -633,7 +626,8 @@ def test_short_runs_stay_in_this_process(tmp_path: Path, capsys) -> None:
     assert "lost-seed0: failed" in capsys.readouterr().err
 
 
-def test_a_sweep_of_failures_ends_in_one_sentence(tmp_path: Path) -> None:
+def test_a_sweep_of_failures_ends_in_one_sentence(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("deepmoe.launch.subprocess", FORKING)
     text = TINY.replace("[0, 1]", "[0]") + '"train.loss_limit" = 1e-6\n'
     command = ["sweep", str(write(tmp_path, text)), "--out", str(tmp_path / "runs")]
     done = CliRunner().invoke(main, [*command, "--json"])

@@ -18,10 +18,11 @@ from deepmoe.cli.paper import paper
 from deepmoe.cli.predict import predict
 from deepmoe.cli.sweep import sweep
 from deepmoe.cli.training import quickstart, teach, train
-from deepmoe.console import complain, drop_output, say
+from deepmoe.console import complain, drop_output, fill_closed_outputs, say
 from deepmoe.errors import OutputClosed, UserError
 from deepmoe.progress import showing
 
+MOST_CHARACTERS = 2000  # of a sentence; lists of names may be long
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -29,6 +30,7 @@ class Verbs(click.Group):
     """Turns mistakes into one clear sentence; anything else is a bug and keeps its traceback."""
 
     def main(self, *arguments: Any, **options: Any) -> Any:
+        fill_closed_outputs()
         warnings.showwarning = _show_warning
         try:
             with showing():
@@ -58,8 +60,15 @@ class Verbs(click.Group):
                 raise
             message, code = "there is not enough memory for this: try a smaller batch or model", 2
         if message:
-            complain(f"Error: {message}")
+            complain(f"Error: {_shortened(message)}")
         sys.exit(code)
+
+
+def _shortened(message: str) -> str:
+    """Without the middle, where it quotes what somebody has given at length."""
+    if len(message) <= MOST_CHARACTERS:
+        return message
+    return f"{message[: MOST_CHARACTERS - 200]} ... {message[-200:]}"
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deepmoe.compare.method import Cell, Method, Step, pruned_config
 from deepmoe.compare.task import Choice, PruningTask, keep_strongest
 from deepmoe.costs import as_pair
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 from deepmoe.extras import require
 from deepmoe.graph import Group
 
@@ -46,8 +46,7 @@ def group_norms(task: PruningTask) -> list[Tensor]:
             for group, keeps_all in zip(task.groups, kept, strict=True)
         ]
     except Exception as error:  # of anybody's code
-        reason = str(error).strip().partition("\n")[0][:100]
-        raise UserError(f"Torch-Pruning can't follow this network: {reason}") from error
+        raise UserError(f"Torch-Pruning can't follow this network: {reason(error)}") from error
 
 
 def _scores(task: PruningTask, network: nn.Module, dependencies: Any, group: Group) -> Tensor:

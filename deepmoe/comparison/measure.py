@@ -19,9 +19,9 @@ from deepmoe.config import DataConfig
 from deepmoe.costs import count_costs
 from deepmoe.data import open_data
 from deepmoe.devices import autocast, choose_device, choose_precision
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 from deepmoe.evaluation import evaluate, set_exits
-from deepmoe.files import write_atomically
+from deepmoe.files import read_regular, write_atomically
 from deepmoe.schema import from_plain
 from deepmoe.sources import is_source
 from deepmoe.training.fit import PRUNING_NAME
@@ -168,8 +168,14 @@ def _prune_seconds(run: Finished) -> float | None:
     found = run.checkpoint.with_name(PRUNING_NAME)
     if not run.before and not found.exists():
         return None
-    chosen = json.loads(found.read_text(encoding="utf-8"))["seconds"] if found.exists() else 0.0
-    return seconds + chosen
+    return seconds + (_read_seconds(found) if found.exists() else 0.0)
+
+
+def _read_seconds(path: Path) -> float:
+    try:
+        return float(json.loads(read_regular(path))["seconds"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {reason(error)}") from error
 
 
 def _is_newer(path: Path, than: Path) -> bool:
@@ -182,6 +188,6 @@ def _keep(path: Path, figures: Kept) -> None:
 
 def _read(path: Path, kind: type[Kept]) -> Kept:
     try:
-        return from_plain(json.loads(path.read_text(encoding="utf-8")), kind)
-    except (OSError, ValueError) as error:
+        return from_plain(json.loads(read_regular(path)), kind)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: remove it, and compare again") from error

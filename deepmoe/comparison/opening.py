@@ -25,6 +25,7 @@ from deepmoe.graph import prunable
 from deepmoe.registry import model_from_config
 from deepmoe.sweep.grid import LESSONS
 from deepmoe.training.lessons import only_lessons
+from deepmoe.training.teachers import check_teacher
 
 DISTILLATION = 0.9  # share of the loss that compares with teachers, if nothing else is said
 # What a network's own training leaves to the methods: which channels run, and what is learnt from.
@@ -100,7 +101,9 @@ def open_comparison(
     if start is not None and base.model != own.model:
         raise UserError(f"the network is that of {start}: --set model... can't change it")
     info = _info(base, known)
-    _check_teachers(paths, base, info)
+    if only_lessons([str(path) for path in paths]) is None:  # of those, every run looks by itself
+        for path in paths:
+            check_teacher(path, load_checkpoint(path), info, base)
     teacher = None
     if teacher_preset is not None:  # of the same images, all of them settings of the data
         teacher = dataclasses.replace(_ungated(load_config(teacher_preset)), data=base.data)
@@ -145,21 +148,6 @@ def _check_owned(before: RunConfig, after: RunConfig) -> None:
             raise UserError(f"{key} is up to the methods: --set can't change it here")
     if before.heads != after.heads:
         raise UserError("heads are up to the methods: --set can't change them here")
-
-
-def _check_teachers(paths: Sequence[Path], base: RunConfig, info: DataInfo) -> None:
-    """Refuses teachers of other classes, or that know images which are held out here."""
-    if only_lessons([str(path) for path in paths]) is not None:
-        return  # every run looks whether they are of its images
-    for path in paths:
-        loaded = load_checkpoint(path)
-        if loaded.info.class_names != info.class_names:
-            raise UserError(f"{path} tells other classes apart: its labels have other names")
-        if base.data.holdout and loaded.config.data.holdout != base.data.holdout:
-            raise UserError(
-                f"{path} has learnt from images that are held out here: it is to be trained with "
-                f"data.holdout={base.data.holdout}, too"
-            )
 
 
 def _from_checkpoint(path: Path, network: str | None) -> tuple[RunConfig, DataInfo]:

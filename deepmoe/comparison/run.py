@@ -22,8 +22,8 @@ from deepmoe.comparison.side_by_side import measure_ahead
 from deepmoe.comparison.table import comparison_table
 from deepmoe.config import DataConfig
 from deepmoe.console import complain
-from deepmoe.errors import UserError
-from deepmoe.files import write_atomically
+from deepmoe.errors import TrainingInterrupted, UserError, reason
+from deepmoe.files import read_regular, write_atomically
 from deepmoe.sweep import RESULTS_NAME, Grid, check_settings, sweep
 from deepmoe.sweep.grid import run_name
 from deepmoe.sweep.steps import last_checkpoint, resolved
@@ -101,7 +101,12 @@ def _check_inputs(asked: Asked, out: Path) -> None:
         "teachers": [_checksum(path) for path in asked.teacher_checkpoints],
     }
     noted = out / INPUTS_NAME
-    if noted.exists() and json.loads(noted.read_text(encoding="utf-8")) != inputs:
+    if not noted.exists() and any(out.glob(last_checkpoint(Path(), "*").as_posix())):
+        raise UserError(
+            f"{out} holds runs, but no {INPUTS_NAME} that tells what they start and learn from: "
+            "give another --out"
+        )
+    if noted.exists() and _read_inputs(noted) != inputs:
         raise UserError(f"{out} holds a comparison of another start or teacher: give another --out")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(noted, json.dumps(inputs).encode())
@@ -114,11 +119,24 @@ def _checksum(teacher: Path) -> str:
         return hashlib.file_digest(file, "blake2b").hexdigest()
 
 
+def _read_inputs(path: Path) -> Any:
+    try:
+        return json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({reason(error)}): give another --out") from error
+
+
 def _train_here(grid: Grid, out: Path, quiet: bool) -> None:
     """One run after the other, in this process, whose progress is shown."""
     for run in grid.in_order:
         complain(f"{run.name}:")
-        fit(resolved(run, out), out / run.name, resume=True, quiet=quiet)
+        try:
+            fit(resolved(run, out), out / run.name, resume=True, quiet=quiet)
+        except TrainingInterrupted as error:
+            stopped = str(error).partition(";")[0]
+            raise TrainingInterrupted(
+                f"{stopped}; {out / run.name} is saved, and the same command goes on from it"
+            ) from error
 
 
 def _finished(row: Row, asked: Asked, out: Path) -> list[Finished]:

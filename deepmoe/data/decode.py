@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from deepmoe.config import DataConfig
-from deepmoe.data.reading import Unreadable, read_file, reason
-from deepmoe.errors import UserError
+from deepmoe.data.info import MOST_PIXELS
+from deepmoe.data.reading import Unreadable, read_file
+from deepmoe.errors import UserError, reason
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, in pixels."""
@@ -24,7 +25,6 @@ Box = tuple[float, float, float, float]
 # Pillow's decoders start programs.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "GIF")
 MODES_OF_ONE_NUMBER = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
-MOST_PIXELS = 2**27
 MOST_SCANNED_PIXELS = 2**33  # of a JPEG: a few bytes make a decoder go over all pixels once more
 DEFAULT_SIZE = 224  # the one that data.resize is meant for
 

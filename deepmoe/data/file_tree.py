@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, is_zipfile
 
-from deepmoe.data.reading import MOST_BYTES, Unreadable, check_length, read_file, reason
-from deepmoe.errors import UserError
+from deepmoe.data.reading import MOST_BYTES, Unreadable, check_length, read_file
+from deepmoe.errors import UserError, reason
 
 MOST_OUTER_FOLDERS = 8  # around the content of an archive
 

@@ -12,6 +12,7 @@ from deepmoe.errors import UserError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+MOST_PIXELS = 2**27  # of an image
 Task = Literal["classification", "segmentation"]
 
 
@@ -31,6 +32,8 @@ class DataInfo:
             raise UserError("mean and std hold three finite numbers each")
         if min(self.std) <= 0 or min(self.size) < 1:
             raise UserError("std and size are above 0")
+        if self.size[0] * self.size[1] > MOST_PIXELS:
+            raise UserError(f"images have at most {MOST_PIXELS:,} pixels")
         if not 2 <= len(set(self.class_names)) == len(self.class_names):
             raise UserError("there are at least two classes, each with a name of its own")
 

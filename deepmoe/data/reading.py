@@ -1,10 +1,9 @@
 """Files that anyone may have made: only regular ones are read, and only up to a limit."""
 
-import os
-import stat
 from pathlib import Path
 
-MOST_BYTES = 2**28  # of an image file, as it is or unpacked from a zip
+from deepmoe.errors import reason
+from deepmoe.files import MOST_BYTES, read_regular, too_long
 
 
 class Unreadable(Exception):
@@ -18,28 +17,12 @@ def read_file(path: str | Path, limit: int = MOST_BYTES) -> bytes:
         Unreadable: where there is no such file, or it is of another kind or too large.
     """
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise Unreadable("not a regular file")
-            check_length(status.st_size, limit)
-            return file.read(status.st_size)
-    except (OSError, ValueError) as error:  # ValueError: a path that holds a zero byte
+        return read_regular(path, limit)
+    except OSError as error:
         raise Unreadable(reason(error)) from error
 
 
 def check_length(length: int, limit: int) -> None:
     """Refuses a file of more than `limit` bytes before memory is taken for it."""
     if length > limit:
-        raise Unreadable(f"{length:,} bytes are more than the {limit:,} that are read")
-
-
-def reason(error: Exception) -> str:
-    """What an error says, in one short line: libraries quote what they were given at length."""
-    text = getattr(error, "strerror", None) or str(error)
-    return text.strip().partition("\n")[0][:100] or type(error).__name__
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    # A pipe would otherwise keep this process until somebody writes into it.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+        raise Unreadable(too_long(length, limit))

@@ -9,8 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from deepmoe.config import DataConfig
-from deepmoe.data.decode import MOST_PIXELS
-from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, DataInfo
+from deepmoe.data.info import IMAGENET_MEAN, IMAGENET_STD, MOST_PIXELS, DataInfo
 from deepmoe.data.interface import DataSource
 from deepmoe.data.loader import Shard
 from deepmoe.data.reading import Unreadable

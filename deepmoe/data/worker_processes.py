@@ -12,8 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from deepmoe.data.reading import reason
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 
 # What `timeout`, SLURM, systemd, a closed terminal and Ctrl-C send to a whole group of processes.
 STOP_SIGNALS = {

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from deepmoe.costs import dense_macs
 from deepmoe.errors import UserError
-from deepmoe.evaluation.batches import Batches, batches_for, size_of, summed_costs
+from deepmoe.evaluation.batches import Batches, batches_for, check_model, size_of, summed_costs
 from deepmoe.evaluation.scored import Scored
 from deepmoe.model import DeepMoE
 from deepmoe.processes import sum_over_processes
@@ -50,11 +50,12 @@ def evaluate(model: DeepMoE, batches: Batches) -> Evaluation:
     Raises:
         UserError: where there are no images, or the model's weights or outputs are not finite.
     """
+    check_model(model)
     model.check_finite()
     device, size, answers = next(model.parameters()).device, (0, 0), False
     # In double precision: sums of MACs don't fit into single precision.
     sums = torch.zeros(8, dtype=torch.float64, device=device)
-    for x_BCHW, labels in batches_for(model, batches, doing="evaluating"):
+    for x_BCHW, labels in batches_for(model, batches, doing="evaluating", classes=model.classes):
         size, output = size_of(x_BCHW), model(x_BCHW)
         logits, guess = output.logits.double(), output.embedding_logits
         none, answers = torch.zeros_like(sums[0]), guess is not None

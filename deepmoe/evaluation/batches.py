@@ -1,6 +1,7 @@
 """Going through images with a model: the one loop that every measurement shares."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,12 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def batches_for(
-    model: DeepMoE, batches: Batches, most: int | None = None, doing: str = "going through images"
+    model: DeepMoE,
+    batches: Batches,
+    most: int | None = None,
+    doing: str = "going through images",
+    *,
+    classes: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Images and labels where the model is; it is in evaluation mode meanwhile.
 
@@ -26,15 +32,17 @@ def batches_for(
         batches: such as a `BatchLoader`.
         most: how many images to stop at; the last batch is cut.
         doing: what for, in words for the person watching.
+        classes: that labels are of, where these are used.
 
     Raises:
         UserError: where there are no images.
     """
+    check_model(model)
     device, seen = next(model.parameters()).device, 0
     there = getattr(batches, "images", None)
     total = min((n for n in (there, most) if n is not None), default=None)
     with evaluation_mode(model), progress(doing, total, "images") as work:
-        for x_BCHW, labels in batches:
+        for x_BCHW, labels in checked_batches(batches, classes):
             room = len(x_BCHW) if most is None else min(len(x_BCHW), most - seen)
             yield model.as_input(x_BCHW[:room]), labels[:room].to(device)
             seen += room
@@ -68,6 +76,58 @@ class EvenlySpread:
             start += len(x_BCHW)
             if len(chosen):
                 yield x_BCHW[chosen], labels[chosen.to(labels.device)]
+
+
+def check_model(model: Any) -> None:
+    """Refuses what is no model of ours."""
+    if not isinstance(model, DeepMoE):
+        kind = type(model).__name__
+        raise UserError(f"a model of deepmoe's is needed, not a {kind}: see create_model and gate")
+
+
+def checked_batches(batches: Any, classes: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of anybody's, one after the other.
+
+    Args:
+        batches: such as a torch `DataLoader`.
+        classes: that labels are of; `None` where nobody looks at them.
+
+    Raises:
+        UserError: for what are no batches of images and labels.
+    """
+    try:
+        each = iter(batches)
+    except TypeError as error:
+        kind = type(batches).__name__
+        raise UserError(f"batches come from a DataLoader or a list, not from a {kind}") from error
+    for batch in each:
+        pair = isinstance(batch, tuple | list) and len(batch) == 2
+        if not pair or not all(isinstance(part, Tensor) for part in batch):
+            raise UserError(
+                "batches are pairs of tensors, images and their labels: a dataset goes into a "
+                "torch DataLoader first"
+            )
+        x_BCHW, labels = batch
+        if x_BCHW.dim() != 4 or not labels.dim() or len(x_BCHW) != len(labels):
+            shapes = f"{tuple(x_BCHW.shape)} and {tuple(labels.shape)}"
+            raise UserError(
+                "a batch holds images (images, channels, height, width) and a label for each, "
+                f"not tensors of {shapes}; a dataset goes into a torch DataLoader first"
+            )
+        on_cpu = labels.device.type == "cpu"  # a GPU would be waited for
+        if classes is not None and labels.dim() == 1 and on_cpu:
+            _check_labels(labels, classes)
+        yield x_BCHW, labels
+
+
+def _check_labels(labels: Tensor, classes: int) -> None:
+    if labels.is_floating_point() or labels.is_complex():
+        raise UserError(f"labels are whole numbers, not of {labels.dtype}")
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise UserError(
+            f"labels are from 0 to {classes - 1}, as the network has {classes} classes, not from "
+            f"{int(labels.min())} to {int(labels.max())}"
+        )
 
 
 def size_of(x_BCHW: Tensor) -> tuple[int, int]:

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 from deepmoe.graph import functions
+from deepmoe.graph.channels import Shapes
 from deepmoe.graph.operations import name_of
 
 MOST_PIXELS = 1e6  # a side: sizes without a bound have a larger one
@@ -51,14 +52,22 @@ def capture(module: nn.Module, images: Tensor) -> fx.Graph:
         UserError: where it can't be captured, or gives more than one tensor.
     """
     with evaluation_mode(module):
+        if images.is_meta:  # there are no values to compare
+            graph = _by_fx(module, images, None)
+            if graph is not None:
+                return graph
         expected = one_tensor(_call(module, images))
-        if expected.dim() < 2 or len(expected) != len(images):
-            raise UserError(
-                f"the network gives a tensor of shape {tuple(expected.shape)} for {len(images)} "
-                "images, not logits for each of them"
-            )
+        _check_logits(expected, images)
         graph = _by_fx(module, images, expected)
         return _by_export(module, images, expected) if graph is None else graph
+
+
+def _check_logits(found: Tensor, images: Tensor) -> None:
+    if found.dim() < 2 or len(found) != len(images):
+        raise UserError(
+            f"the network gives a tensor of shape {tuple(found.shape)} for {len(images)} "
+            "images, not logits for each of them"
+        )
 
 
 @contextlib.contextmanager
@@ -98,9 +107,8 @@ def _call(module: nn.Module, images: Tensor) -> Any:
     except UserError:
         raise
     except Exception as error:  # of anybody's code
-        reason = str(error).strip().partition("\n")[0][:200]
         raise UserError(
-            f"the network does not take images of shape {tuple(images.shape)}: {reason}"
+            f"the network does not take images of shape {tuple(images.shape)}: {reason(error, 200)}"
         ) from error
 
 
@@ -119,16 +127,23 @@ class _Tracer(fx.Tracer):
         return type(m).__module__.startswith("torch.nn") and not isinstance(m, nn.Sequential)
 
 
-def _by_fx(module: nn.Module, images: Tensor, expected: Tensor) -> fx.Graph | None:
-    """By tracing with stand-ins; `None` where that fails, or would compute something else."""
+def _by_fx(module: nn.Module, images: Tensor, expected: Tensor | None) -> fx.Graph | None:
+    """By tracing with stand-ins; `None` where that fails, or would compute something else.
+
+    Args:
+        module: the network.
+        images: that it is tried with.
+        expected: what it gives for them, if they have values.
+    """
     try:
         with warnings.catch_warnings(action="ignore"):
             graph = _normalised(_copied(_traced(module)), module)
-        if expected.is_meta:  # there are no values to compare
-            return graph
         with torch.no_grad():
+            if expected is None:
+                _check_logits(one_tensor(Shapes(module, graph).run(images)), images)
+                return graph
             found = one_tensor(fx.GraphModule(module, graph)(images))
-        return graph if torch.equal(found, expected) else None
+        return graph if expected.is_meta or torch.equal(found, expected) else None
     except _ContextSwitched as error:
         raise UserError(SWITCHES) from error
     except Exception:  # of anybody's code, under stand-ins
@@ -158,9 +173,8 @@ def _by_export(module: nn.Module, images: Tensor, expected: Tensor) -> fx.Graph:
         with warnings.catch_warnings(action="ignore"), _quiet(), silent, torch.no_grad():
             exported = torch.export.export(module, (twice,), dynamic_shapes=(free,), strict=False)
     except Exception as error:  # of anybody's code
-        reason = str(error).strip().partition("\n")[0][:200]
         raise UserError(
-            f"the network {type(module).__name__} can't be captured ({reason}): "
+            f"the network {type(module).__name__} can't be captured ({reason(error, 200)}): "
             "its forward should take one batch of images, and branch on nothing but shapes"
         ) from error
     _tell_of_stochastic_depth(module)

@@ -35,6 +35,7 @@ from deepmoe.graph.operations import (
 
 BATCH = 2  # images, as which numbers are sent
 NOTHING = 0  # the number of values that no layer has made
+SAME_SHAPE = NORMS | POINTWISE - COPYING
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,12 @@ class Shapes(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         # Shapes stay what they are, and batch norm takes its time even without values.
         name = self.names.get(n)
-        if name in NORMS | POINTWISE - COPYING and isinstance(n.args[0], fx.Node):
+        if name in SAME_SHAPE and isinstance(n.args[0], fx.Node):
             return self.env[n.args[0]]
+        if name in PAIRWISE and len(n.args) == 2 and not n.kwargs:
+            one, other = (self.env.get(a) if isinstance(a, fx.Node) else None for a in n.args)
+            if _is_like(one, other):
+                return one
         return super().run_node(n)
 
 
@@ -244,7 +249,7 @@ class Channels(Shapes):
         if wide is not None:
             return wide.expand(value.shape)
         left, right = torch.broadcast_tensors(*labels)
-        pairs = torch.stack([left.flatten(), right.flatten()], dim=1).unique(dim=0)
+        pairs = _distinct_pairs(left, right)
         for one, other in pairs[(pairs != NOTHING).all(dim=1)].tolist():
             if name in ADDITIONS and self.root_of(one) != self.root_of(other):
                 self.added.add(one)
@@ -277,7 +282,7 @@ class Channels(Shapes):
         own = self.fetch_attr(str(parameter.target))
         index = torch.arange(own.numel()).view(own.shape)
         left, right = torch.broadcast_tensors(index, labels)
-        pairs = torch.stack([left.flatten(), right.flatten()], dim=1).unique(dim=0)
+        pairs = _distinct_pairs(left, right)
         if len(pairs) == own.numel():  # each value meets one channel
             self.followers[str(parameter.target)] = pairs[:, 1].view(own.shape)
         elif own.numel() > 1 and len(pairs[:, 0].unique()) > 1:
@@ -357,6 +362,22 @@ class Channels(Shapes):
         for source in node.all_input_nodes:
             for labels in tensors_in(self.labels.get(source)):
                 self.pin(_compact(labels).unique().tolist(), reason)
+
+
+def _distinct_pairs(left: Tensor, right: Tensor) -> Tensor:
+    """Which numbers meet, each pair once, in order."""
+    many = int(right.max()) + 1
+    both = (left.flatten() * many + right.flatten()).unique()
+    return torch.stack([both // many, both % many], dim=1)
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    """Whether two values are tensors of one form, which what is made of them has as well."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return False
+    plain = one.is_floating_point() and one.is_contiguous()
+    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return plain and alike
 
 
 def _indices(node: fx.Node) -> list[fx.Node]:

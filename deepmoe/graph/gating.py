@@ -5,6 +5,7 @@ nothing has to keep zero at zero, so that it may stand behind any activation, no
 closed gate means that no layer reads the channel, so that none needs to make it.
 """
 
+import itertools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ class Gating:
 
     def __post_init__(self) -> None:
         with torch._C.DisableTorchFunction():  # torch.compile could not work them out on its way
-            _ = self.sites, self._code
+            _ = self.widths, self.sites, self._code
 
     def __deepcopy__(self, memo: object) -> "Gating":
         return self  # nothing in it ever changes
@@ -50,7 +51,7 @@ class Gating:
     def __reduce__(self) -> tuple[Any, ...]:
         return Gating, (self.graph, self.gated)  # what is derived is derived again
 
-    @property
+    @cached_property
     def widths(self) -> tuple[int, ...]:
         """Gates of each gated group."""
         return tuple(self.graph.groups[number].width for number in self.gated)
@@ -157,7 +158,7 @@ class Gating:
         if layer.passes_on or not bool((numbers >= 0).any()):
             return None
         dim = 1 if layer.is_conv else -1
-        starts = [sum(self.widths[:i]) for i in range(len(self.widths))]
+        starts = [0, *itertools.accumulate(self.widths[:-1])]
         pieces: list[int | None] = []
         lengths: list[int] = []
         at, listed = 0, numbers.tolist()

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 from deepmoe.graph import functions
 from deepmoe.graph.capture import capture, evaluation_mode, one_tensor
 from deepmoe.graph.channels import BATCH, Call, Channels, Shapes, tensors_in
-from deepmoe.graph.narrow import narrowed
+from deepmoe.graph.narrow import narrowed_skeleton
 from deepmoe.progress import progress
 
 SMALL = 64  # pixels a side: enough to tell channels apart, and quick
@@ -111,8 +111,8 @@ class Graph:
                     shapes = _shapes(self.program, self.skeleton, self.colours, size)
             except Exception as error:  # of anybody's code
                 side = self._least_side(min(size))
-                reason = str(error).strip().partition("\n")[0][:100]
-                why = f"it needs at least {side} px a side" if side > min(size) else reason
+                least = f"it needs at least {side} px a side"
+                why = least if side > min(size) else reason(error)
                 raise UserError(
                     f"the network does not take images of {size[0]}x{size[1]} px: {why}"
                 ) from error
@@ -411,7 +411,7 @@ _REMOVALS: tuple[tuple[Callable[[int], Any], bool], ...] = (
 
 
 def _wrong_without(graph: Graph, channels: Channels, keep: Tensor) -> set[str]:
-    small = Channels(narrowed(graph, graph.skeleton, keep), graph.program)
+    small = Channels(narrowed_skeleton(graph, keep), graph.program)
     try:
         small.run(torch.empty(BATCH, graph.colours, *graph.tried_size, device="meta"))
     except Exception:  # of anybody's code

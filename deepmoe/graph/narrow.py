@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,42 @@ def narrowed(graph: "Graph", module: nn.Module, keep: Tensor) -> nn.Module:
 
 
 @torch.no_grad()
-def resized(graph: "Graph", module: nn.Module, places: Callable[[Tensor], Tensor]) -> nn.Module:
+def narrowed_skeleton(graph: "Graph", keep: Tensor) -> nn.Module:
+    """As `narrowed`, without weights and quick: it shares with the skeleton all but shapes."""
+    keep, _ = with_one_of_each(graph, keep)
+    return resized(graph, graph.skeleton, lambda units: _kept(units, keep), _twin)
+
+
+def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    return copy.deepcopy(module, memo)
+
+
+def _twin(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy with tensors of its own, which shares everything else with its original."""
+    if id(module) not in memo:
+        memo[id(module)] = twin = copy.copy(module)
+        for kind in ("_parameters", "_buffers"):
+            tensors = getattr(module, kind).items()
+            setattr(twin, kind, {name: memo.get(id(tensor)) for name, tensor in tensors})
+        children = module._modules.items()
+        twin._modules = {n: None if m is None else _twin(m, memo) for n, m in children}
+    return memo[id(module)]
+
+
+@torch.no_grad()
+def resized(
+    graph: "Graph",
+    module: nn.Module,
+    places: Callable[[Tensor], Tensor],
+    copied: Callable[[nn.Module, dict[int, Any]], nn.Module] = _deep_copy,
+) -> nn.Module:
     """A copy of the network with other channels.
 
     Args:
         graph: of the network.
         module: the network, with its weights.
         places: from the units of some channels to the channels that take their place.
+        copied: from a module, and its new tensors by the identity of the old ones, to the copy.
     """
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     changed: dict[str, Tensor] = {}
@@ -55,13 +84,13 @@ def resized(graph: "Graph", module: nn.Module, places: Callable[[Tensor], Tensor
     for name, units in graph.followers.items():
         if tensors.get(name) is not None:
             changed[name] = _of_units(tensors[name].detach(), units, places)
-    memo: dict[int, object] = {}
+    memo: dict[int, Any] = {}
     for name, tensor in tensors.items():
         value = changed.get(name, tensor.detach().clone())
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = value
-    made = copy.deepcopy(module, memo)
+    made = copied(module, memo)
     for layer in graph.layers:
         _tell_sizes(made.get_submodule(layer.path))
     for part in made.modules():
@@ -94,7 +123,7 @@ def narrowed_graph(graph: "Graph", keep: Tensor) -> "Graph":
         followers[name] = torch.where(kept < 0, -1, renumbered[kept])
     return replace(
         graph,
-        skeleton=narrowed(graph, graph.skeleton, keep),
+        skeleton=narrowed_skeleton(graph, keep),
         layers=tuple(layers),
         groups=tuple(replace(g, width=int(left[g.number])) for g in graph.groups),
         followers=followers,

@@ -38,7 +38,7 @@ class InferenceModel(DeepMoE):
         self._check_images(x_BCHW)
         if self.last_run is None:
             with self.lock:
-                return self._forward(x_BCHW)
+                return self._as_spoilt_as(x_BCHW, self._forward(x_BCHW))
         with self.lock, torch.cuda.device(x_BCHW.device):
             # Another thread's run may be on another stream, and not done yet.
             torch.cuda.current_stream().wait_event(self.last_run)
@@ -65,6 +65,17 @@ class InferenceModel(DeepMoE):
         # Tells if they are too small for the network.
         count_costs(self, (x_BCHW.shape[-2], x_BCHW.shape[-1]))
         self.seen.add(seen)
+
+    def _as_spoilt_as(self, x_BCHW: Tensor, output: DeepMoEOutput) -> DeepMoEOutput:
+        """Not a number where pixels are none: the engine may leave out whatever they spoil.
+
+        On a GPU, nobody looks: that would take longer than some of the work.
+        """
+        finite_B = x_BCHW.flatten(1).sum(dim=1, dtype=torch.float32).isfinite()
+        if self.heads is None or bool(finite_B.all()):
+            return output
+        spoilt = ~finite_B.view(-1, *[1] * (output.logits.dim() - 1))
+        return output._replace(logits=output.logits.masked_fill(spoilt, float("nan")))
 
     def _forward(self, x_BCHW: Tensor) -> DeepMoEOutput:
         """What `forward` gives, of images that are known to fit."""

@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from deepmoe.errors import UserError
-from deepmoe.files import write_atomically
+from deepmoe.files import read_regular, write_atomically
 from deepmoe.timing import timed
 
 T = TypeVar("T")
@@ -49,9 +49,7 @@ class Plan:
         """
         path = Path(path)
         try:
-            if not path.is_file() or path.stat().st_size > MOST_BYTES:
-                raise ValueError("no file, or too large a one")
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(read_regular(path, MOST_BYTES).decode("utf-8"))
             parts = (values["network"], values["layers"])
             if values["format"] != FORMAT or not all(map(_maps_texts, parts)):
                 raise ValueError("another format")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deepmoe.config import DataConfig, RunConfig, config_from_dict, config_to_toml
-from deepmoe.errors import UserError
-from deepmoe.files import write_atomically
+from deepmoe.errors import UserError, reason
+from deepmoe.files import read_regular, write_atomically
 from deepmoe.sweep.grid import Run
 
 RESULTS_NAME = "runs.jsonl"
@@ -79,10 +79,11 @@ def add_result(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8") if path.exists() else ""
+        return read_regular(path).decode("utf-8")
+    except FileNotFoundError:  # there are none yet
+        return ""
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read results in {path}: {reason}") from error
+        raise UserError(f"cannot read results in {path}: {reason(error)}") from error
 
 
 @functools.lru_cache(maxsize=4096)  # a sweep reads the same lines again after every run

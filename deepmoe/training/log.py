@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deepmoe.console import say
-from deepmoe.errors import UserError
-from deepmoe.files import write_atomically
+from deepmoe.errors import UserError, reason
+from deepmoe.files import read_regular, write_atomically
 from deepmoe.progress import Progress, is_shown, progress
 
 METRICS_NAME = "metrics.jsonl"
@@ -108,11 +108,18 @@ class RunLog:
         self._work.note = now
 
 
+def _lines(path: Path) -> list[bytes]:
+    try:
+        return read_regular(path).splitlines() if path.is_file() else []
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Reads metrics.jsonl; lines that a kill or a power cut left damaged are left out."""
     path = Path(path)
     found = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
+    for line in _lines(path):
         with contextlib.suppress(ValueError, RecursionError):
             metrics = json.loads(line)
             if isinstance(metrics, dict) and isinstance(metrics.get("epoch"), int):

@@ -40,8 +40,7 @@ def load_teachers(model: DeepMoE, info: DataInfo, config: RunConfig) -> Teachers
     parameter, networks = next(model.parameters()), []
     for path in config.train.teachers:
         trained = load_trained("train.teacher", path, model, info, config)
-        if trained.info.class_names != info.class_names:
-            raise UserError(f"{path} tells other classes apart: its labels have other names")
+        check_teacher(path, trained, info, config)
         networks.append(beside(trained.model.to(parameter.dtype), parameter.device))
     return Teachers(networks).requires_grad_(False).eval() if networks else None
 
@@ -77,6 +76,20 @@ def load_trained(
     same = read_network(path) == own
     made = model.one_network if own == GIVEN else by_name
     trained = load_checkpoint(path, network=made if same else None)
+    _check_held_out(path, trained, info, config)
+    return trained
+
+
+def check_teacher(path: str | Path, trained: Checkpoint, info: DataInfo, config: RunConfig) -> None:
+    """Refuses a teacher that tells other classes apart, or knows images that are held out here."""
+    if trained.info.class_names != info.class_names:
+        raise UserError(f"{path} tells other classes apart: its labels have other names")
+    _check_held_out(path, trained, info, config)
+
+
+def _check_held_out(
+    path: str | Path, trained: Checkpoint, info: DataInfo, config: RunConfig
+) -> None:
     same_data = trained.config.data.name == config.data.name
     same_data = same_data and trained.info.class_names == info.class_names
     holdout = config.data.holdout
@@ -85,4 +98,3 @@ def load_trained(
             f"{path} has learnt from images that are held out here: "
             f"it is to be trained with data.holdout={holdout}, too"
         )
-    return trained

@@ -1,21 +1,20 @@
 """The measurement of the sparse engine runs, and says what it measured."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from forked import call_forked
 from helpers import tiny_config
 
 from deepmoe.bench.sparse import bench_sparse
-from deepmoe.bench.subjects import Subject
+from deepmoe.bench.subjects import Subject, untrained_subject
 from deepmoe.cli import main
 from deepmoe.random_routes import routes_as_codebook, set_routes
 from deepmoe.registry import create_model
-from deepmoe.sparse import Plan
+from deepmoe.sparse import Plan, sparsify
 from deepmoe.training import fit
 
 KEYS = {
@@ -67,23 +66,21 @@ def test_a_saved_plan_gives_the_same_bits_in_another_process(tmp_path: Path) -> 
     bench("vgg11", "--wide", 0.25, "--batch", "1,2", "--codes", 2, "--save-plan", plan)
     assert {"dynamic", "dense"} & set(Plan.load(plan).network.values())
     assert Plan.load(plan).layers
-    script = (
-        "import sys, torch; from deepmoe.bench.subjects import untrained_subject;"
-        "from deepmoe.sparse import sparsify;"
-        "s = untrained_subject('vgg11', density=0.5, batch=1, codes=None, size=None,"
-        " device='cpu', options={'wide': 0.25});"
-        "sparse = sparsify(s.dynamic, plan=sys.argv[1]);"
-        "print([sparse(s.images).logits.tolist() for _ in range(3)], sparse.plan == None)"
-    )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", script, str(plan)], capture_output=True, text=True, check=True
-        ).stdout
-        for _ in range(2)
-    }
-    assert len(outputs) == 1
-    first, *others = json.loads(outputs.pop().rpartition(" ")[0])
+    assert call_forked(write_outputs, plan, tmp_path / "there.json") == 0
+    write_outputs(plan, tmp_path / "here.json")
+    here, there = ((tmp_path / name).read_text() for name in ("here.json", "there.json"))
+    assert here == there
+    first, *others = json.loads(here)
     assert all(other == first for other in others)
+
+
+def write_outputs(plan: Path, path: Path) -> None:
+    """Notes what a network gives for some images by a plan, several times."""
+    subject = untrained_subject(
+        "vgg11", density=0.5, batch=1, codes=None, size=None, device="cpu", options={"wide": 0.25}
+    )
+    sparse = sparsify(subject.dynamic, plan=plan)
+    path.write_text(json.dumps([sparse(subject.images).logits.tolist() for _ in range(3)]))
 
 
 def test_gates_on_the_residual_stream() -> None:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from forked import FORKING, Forked
 from helpers import tiny_config
 from safetensors.torch import load_file
 
@@ -51,6 +53,7 @@ def compared(preset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ("--macs", "0.6", "--out", out, "--latency-images", 3)
     with pytest.MonkeyPatch.context() as patch:  # processes of its own, with as many threads
         patch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        patch.setattr("deepmoe.launch.subprocess", FORKING)
         result = run(*METHODS, "--preset", preset, *options)
     assert result.exit_code == 0, result.output
     return out
@@ -212,7 +215,7 @@ def test_mistakes_are_told_in_one_sentence_before_any_work(
 ) -> None:
     if "--ray" in arguments:
         pytest.importorskip("ray")
-        monkeypatch.setattr("deepmoe.sweep.on_ray.CONNECT_SECONDS", 3.0)
+        monkeypatch.setattr("deepmoe.sweep.on_ray.CONNECT_SECONDS", 0.1)
     other = tmp_path / "other.safetensors"
     if "OTHER" in arguments:  # as if it had been trained on all images
         loaded = load_checkpoint(compared / "start-seed0" / "last.safetensors")
@@ -257,6 +260,28 @@ def test_a_folder_of_another_start_is_refused(compared: Path, preset: Path, tmp_
     result = run(*options, "--latency-images", 0)
     assert result.exit_code == 2
     assert "another start or teacher: give another --out" in result.stderr
+    (tmp_path / "out" / "inputs.json").write_text("{")
+    result = run(*options, "--latency-images", 0)
+    assert result.exit_code == 2 and "inputs.json is damaged" in result.stderr
+    (tmp_path / "out" / "inputs.json").unlink()
+    result = run(*options, "--latency-images", 0)
+    assert result.exit_code == 2 and "holds runs, but no inputs.json" in result.stderr
+    assert not (tmp_path / "out" / "inputs.json").exists()
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(compared: Path, tmp_path: Path) -> None:
+    start = str(compared / "start-seed0" / "last.safetensors")
+    command = ["deepmoe", "compare", "li", "--start", start, "--macs", "0.7"]
+    command += ["--out", str(tmp_path), "--set", "train.epochs=200"]
+    with Forked(command) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert "epoch 1/200" in process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        told = process.stderr.read()
+    assert process.returncode == 75
+    last = told.splitlines()[-1]
+    assert last.startswith("Error: stopped by SIGTERM ")
+    assert last.endswith("is saved, and the same command goes on from it")
 
 
 def test_a_row_that_can_not_be_measured_leaves_the_others(

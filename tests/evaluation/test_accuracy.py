@@ -4,9 +4,11 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from deepmoe.config import EmbeddingConfig, HeadsConfig
 from deepmoe.costs import active_share, count_macs
+from deepmoe.errors import UserError
 from deepmoe.evaluation import collect_gates, evaluate
 from deepmoe.registry import create_model
 
@@ -54,6 +56,33 @@ def test_evaluation_leaves_frozen_parts_as_they_were(model) -> None:
 def test_no_images_is_an_error(model) -> None:
     with pytest.raises(ValueError, match="no images"):
         evaluate(model, [])
+
+
+IMAGES, LABELS = BATCHES[0]
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        (TensorDataset(IMAGES, LABELS), "a dataset goes into a torch DataLoader first"),
+        ([(image, int(label)) for image, label in zip(*BATCHES[0], strict=True)], "DataLoader"),
+        (3, "come from a DataLoader or a list, not from a int"),
+        ([IMAGES], "pairs of tensors"),
+        ([(IMAGES, LABELS, LABELS)], "pairs of tensors"),
+        ([(IMAGES, LABELS[:2])], r"a label for each, not tensors of \(5, 3, 16, 16\) and \(2,\)"),
+        ([(IMAGES, LABELS + 9)], "labels are from 0 to 9, as the network has 10 classes"),
+        ([(IMAGES, LABELS - 9)], "labels are from 0 to 9"),
+        ([(IMAGES, LABELS.float())], "labels are whole numbers, not of torch.float32"),
+    ],
+)
+def test_what_are_no_batches_gets_one_sentence(model, batches, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        evaluate(model, batches)
+
+
+def test_what_is_no_model_gets_one_sentence(model) -> None:
+    with pytest.raises(UserError, match="a model of deepmoe's is needed, not a ResNet"):
+        evaluate(model.network, BATCHES)
 
 
 def test_the_record_holds_every_images_gates(model) -> None:

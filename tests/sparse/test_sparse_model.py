@@ -239,6 +239,19 @@ def test_threads_may_share_a_sparse_model() -> None:
         assert sum(pool.map(wrong, list(range(24)) * 20)) == 0
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@torch.inference_mode()
+def test_pixels_that_are_not_finite_spoil_their_image_alone(value: float) -> None:
+    model = with_varied_routes(make("vgg16", wide=0.25), routes=5)
+    sparse, images = sparsify(model), torch.randn(3, 3, 32, 32)
+    expected = model(images).logits
+    images[1, 0, 5, 5] = value
+    logits = sparse(images).logits
+    assert logits.isnan().any(dim=1).tolist() == [False, True, False]
+    assert model(images).logits.isfinite().all(dim=1).tolist() == [True, False, True]
+    assert error(logits[[0, 2]], expected[[0, 2]]) <= SINGLE
+
+
 def test_weights_that_are_not_finite_are_refused() -> None:
     model = create_model("vgg11", wide=0.25)
     model.network.features[8].weight.data[0] = float("nan")

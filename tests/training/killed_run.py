@@ -1,8 +1,9 @@
-"""Trains, and does something to itself: `killed_run.py OUT ACTION N,N... [KEY=VALUE...]`."""
+"""A run that does something to itself; in a process of its own, of course."""
 
 import os
 import signal
 import sys
+from pathlib import Path
 
 from helpers import tiny_config
 
@@ -59,10 +60,17 @@ ACTIONS = {
     "term-evaluation": lambda count: before_call(BatchLoader, "__iter__", signal.SIGTERM, count),
 }
 
-if __name__ == "__main__":
-    out, action, numbers, *settings = sys.argv[1:]
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
-    ACTIONS[action](*map(int, numbers.split(",")))
+
+def train_and(action: str, numbers: tuple[int, ...], out: Path, settings: tuple[str, ...]) -> None:
+    """Trains, and does something at a place that is told by numbers.
+
+    Args:
+        action: of `ACTIONS`.
+        numbers: what it takes.
+        out: folder of the run.
+        settings: of the run, as KEY=VALUE.
+    """
+    ACTIONS[action](*numbers)
     try:
         fit(tiny_config(*settings), out, resume=True, quiet=True)
     except UserError as error:

@@ -2,12 +2,14 @@
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import Forked
 from helpers import TINY_RUN, tiny_config
 from safetensors.torch import load_file
 
@@ -24,12 +26,31 @@ OVERRIDES = [
 ]
 
 
-def train_with_two(out: Path, *extra: str) -> subprocess.CompletedProcess:
+def command_for_two(out: Path, *extra: str) -> list[str]:
     settings = [a for s in (*TINY_RUN, *OVERRIDES) for a in ("--set", s)]
+    train = ["deepmoe", "train", "quickstart", "--devices", "2", "--out", str(out)]
+    return [*train, *settings, *extra]
+
+
+def train_by_torchrun(out: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "deepmoe", "train", "quickstart", "--devices", "2", "--out", out]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *settings, *extra], env=env, capture_output=True, text=True)
+    whole = [*command, "-m", *command_for_two(out)]
+    return subprocess.run(whole, env=env, capture_output=True, text=True)
+
+
+def train_with_two(out: Path, *extra: str) -> list[tuple[int | None, str]]:
+    """Exit code and complaints of each process, which are told of each other as torchrun does."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    known = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = []
+    for rank in ("0", "1"):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **known, **own, "TORCHELASTIC_RUN_ID": "none"}
+        processes.append(Forked(command_for_two(out, *extra), env=env))
+    told = [process.stderr.read() for process in processes]
+    return [(process.wait(), text) for process, text in zip(processes, told, strict=True)]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -42,7 +63,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 def test_two_processes_give_the_curve_of_one(tmp_path) -> None:
     whole = fit(tiny_config(*OVERRIDES), tmp_path / "one", quiet=True)
-    result = train_with_two(tmp_path / "two")
+    result = train_by_torchrun(tmp_path / "two")
     assert result.returncode == 0, result.stderr
     assert_same_run(tmp_path / "two" / "metrics.jsonl", whole.metrics)
     # The same checkpoint goes on with another number of processes.
@@ -55,8 +76,8 @@ def test_two_processes_give_the_curve_of_one(tmp_path) -> None:
 
 def test_two_processes_share_the_codes_of_one(tmp_path) -> None:
     whole = fit(tiny_config(*OVERRIDES, "train.codes=4"), tmp_path / "one", quiet=True)
-    result = train_with_two(tmp_path / "two", "--set", "train.codes=4")
-    assert result.returncode == 0, result.stderr
+    for code, told in train_with_two(tmp_path / "two", "--set", "train.codes=4"):
+        assert code == 0, told
     assert_same_run(tmp_path / "two" / "metrics.jsonl", whole.metrics)
     codes = load_file(tmp_path / "two" / "last.safetensors")["model.codebook.codes"]
     torch.testing.assert_close(codes, whole.model.codebook.codes)
@@ -68,15 +89,15 @@ def test_resume_on_another_number_of_devices(tmp_path) -> None:
     os.link(tmp_path / "one" / "epoch-0003.safetensors", tmp_path / "two" / "last.safetensors")
     lines = whole.metrics.read_text().splitlines(keepends=True)
     (tmp_path / "two" / "metrics.jsonl").write_text("".join(lines[:3]))
-    result = train_with_two(tmp_path / "two", "--resume")
-    assert result.returncode == 0, result.stderr
+    for code, told in train_with_two(tmp_path / "two", "--resume"):
+        assert code == 0, told
     assert_same_run(tmp_path / "two" / "metrics.jsonl", whole.metrics)
 
 
 def test_a_mistake_is_told_by_every_process_and_none_hangs(tmp_path) -> None:
-    result = train_with_two(tmp_path, "--set", "train.batch_size=255")
-    assert result.returncode != 0
-    assert "can't be shared evenly by 2 devices" in result.stderr
+    for code, told in train_with_two(tmp_path, "--set", "train.batch_size=255"):
+        assert code == 2
+        assert "can't be shared evenly by 2 devices" in told
 
 
 def test_processes_and_devices_must_agree(tmp_path, monkeypatch) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import call_forked
 from helpers import TINY_RUN, tiny_config
+from killed_run import train_and
 from safetensors.torch import load_file
 
 from deepmoe.checkpoint import load_checkpoint, save_checkpoint
@@ -19,8 +21,6 @@ from deepmoe.errors import TrainingDiverged, UserError
 from deepmoe.files import exclusive
 from deepmoe.training import FitResult, fit, trainer
 from deepmoe.training.log import read_metrics
-
-TESTS = Path(__file__).parents[1]
 
 
 def run(config: RunConfig, out: Path, **options: bool) -> FitResult:
@@ -80,11 +80,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(whole_run, tmp_pa
 
 def run_and(out: Path, action: str, numbers: tuple[int, ...], *settings: str) -> int:
     """Trains in another process that does something to itself; returns its exit code."""
-    script = TESTS / "training" / "killed_run.py"
-    paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, script, out, action, ",".join(map(str, numbers)), *settings]
-    return subprocess.run(command, env=os.environ | threads | {"PYTHONPATH": paths}).returncode
+    return call_forked(train_and, action, numbers, out, settings)
 
 
 def names_of_epochs(folder: Path) -> dict[str, tuple[int, float | None]]:

@@ -1,14 +1,14 @@
 """Training end to end on image files: classification and segmentation."""
 
 import os
+import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from forked import Forked
 from helpers import TINY_RUN, tiny_config
 from PIL import Image
 
@@ -16,7 +16,7 @@ from deepmoe.checkpoint import load_checkpoint
 from deepmoe.config import load_config
 from deepmoe.errors import UserError
 from deepmoe.evaluation import predict
-from deepmoe.training import fit
+from deepmoe.training import FitResult, fit
 from deepmoe.training.log import read_metrics
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -49,16 +49,29 @@ def write_noise(path: Path, mode: str = "RGB", size: tuple[int, int] = (40, 32))
     Image.fromarray(pixels).save(path)
 
 
-@pytest.fixture
-def classes(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
     for split in ("train", "val"):
         for label in ("cat", "dog"):
             for number in range(6):
-                write_noise(tmp_path / "images" / split / label / f"{number}.png")
-    return tmp_path / "images"
+                write_noise(folder / split / label / f"{number}.png")
+    return folder
+
+
+def decoded_by_others(classes: Path) -> list[str]:
+    """Settings of a run of several epochs whose images other processes decode."""
+    return [*FOLDER, f"data.root={classes}", "data.workers=2", "train.epochs=20"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(classes, tmp_path_factory) -> FitResult:
+    out = tmp_path_factory.mktemp("whole")
+    return fit(tiny_config(*decoded_by_others(classes)), out, quiet=True)
 
 
 def test_classification_skips_and_counts_unreadable_files(classes, tmp_path) -> None:
+    classes = shutil.copytree(classes, tmp_path / "images")
     (classes / "train" / "cat" / "0.png").write_bytes(b"")
     overrides = [*FOLDER, f"data.root={classes}"]
     result = fit(tiny_config(*overrides, "data.unreadable_limit=0.2"), tmp_path / "run", quiet=True)
@@ -69,31 +82,21 @@ def test_classification_skips_and_counts_unreadable_files(classes, tmp_path) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_whole_group_saves_and_resumes(number, classes, tmp_path) -> None:
+def test_a_signal_to_the_whole_group_saves_and_resumes(
+    number, classes, uninterrupted, tmp_path
+) -> None:
     """What `timeout`, SLURM and a terminal send reaches the decoding processes, too."""
-    settings = [*TINY_RUN, *FOLDER, f"data.root={classes}", "data.workers=2", "train.epochs=20"]
-    arguments = [a for setting in settings for a in ("--set", setting)]
-    command = [sys.executable, "-m", "deepmoe", "train", "quickstart", *arguments]
-    out = ["--out", str(tmp_path / "run")]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    with subprocess.Popen(
-        [*command, *out],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # also under nohup
-    ) as process:
+    settings = decoded_by_others(classes)
+    arguments = [a for setting in (*TINY_RUN, *settings) for a in ("--set", setting)]
+    command = ["deepmoe", "train", "quickstart", *arguments, "--out", str(tmp_path / "run")]
+    with Forked(command) as process:
         assert "epoch 1/21" in process.stdout.readline()
         os.killpg(process.pid, number)
         told = process.stderr.read()
     assert process.returncode == 75, told
     assert f"stopped by {number.name}" in told and len(told.splitlines()) == 1
-    config = tiny_config(*settings[len(TINY_RUN) :])
-    resumed = fit(config, tmp_path / "run", resume=True, quiet=True)
-    whole = fit(config, tmp_path / "whole", quiet=True)
-    for name, tensor in whole.model.state_dict().items():
+    resumed = fit(tiny_config(*settings), tmp_path / "run", resume=True, quiet=True)
+    for name, tensor in uninterrupted.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], tensor), name
 
 
