@@ -4,13 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deepmoe.bench.benchmark import Benchmark
     from deepmoe.budget import MacsBudget
     from deepmoe.building import gate
     from deepmoe.checking import check
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.config import RunConfig, load_config
     from deepmoe.costs import count_macs
-    from deepmoe.evaluation import evaluate, set_exits
+    from deepmoe.evaluation import Evaluation, Prediction, evaluate, predict, set_exits
+    from deepmoe.export import Export
     from deepmoe.losses import DeepMoELoss
     from deepmoe.model import DeepMoE, DeepMoEOutput
     from deepmoe.registry import create_model, list_models, register_model
@@ -35,7 +37,12 @@ _HOMES = {
     "list_models": "deepmoe.registry",
     "register_model": "deepmoe.registry",
     "sparsify": "deepmoe.sparse",
+    "Benchmark": "deepmoe.bench.benchmark",
+    "Evaluation": "deepmoe.evaluation",
+    "Export": "deepmoe.export",
+    "Prediction": "deepmoe.evaluation",
     "evaluate": "deepmoe.evaluation",
+    "predict": "deepmoe.evaluation",
     "set_exits": "deepmoe.evaluation",
     "fit": "deepmoe.training",
     "load_checkpoint": "deepmoe.checkpoint",
@@ -43,10 +50,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "Benchmark",
     "DeepMoE",
     "DeepMoELoss",
     "DeepMoEOutput",
+    "Evaluation",
+    "Export",
     "MacsBudget",
+    "Prediction",
     "RunConfig",
     "check",
     "count_macs",
@@ -57,6 +68,7 @@ __all__ = [
     "list_models",
     "load_checkpoint",
     "load_config",
+    "predict",
     "register_model",
     "set_exits",
     "sparsify",

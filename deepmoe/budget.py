@@ -225,7 +225,7 @@ class MacsBudget:
     def _collect_scores(self, model: DeepMoE, batches: Batches) -> Tensor:
         assert model.embedding is not None
         found = []
-        for x_BCHW, _ in batches_for(model, batches, CALIBRATION_IMAGES):
+        for x_BCHW, _ in batches_for(model, batches, CALIBRATION_IMAGES, "meeting the budget"):
             e_BD, _ = model.embedding(x_BCHW)
             found.append(e_BD.to(self.heads.weight.dtype) @ self.heads.weight.T)
         return torch.cat(found)

@@ -42,20 +42,33 @@ def complain(text: object) -> None:
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Prints rows under a header, the first column to the left."""
+    say(table_text(header, rows))
+
+
+def table_text(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Rows under a header as lines of text, as wide as the terminal if there is one."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, show_header=any(header), pad_edge=False, padding=(0, 1))
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        show_header=any(header),
+        header_style="none",
+        pad_edge=False,
+        padding=(0, 1),
+    )
     for i, title in enumerate(header):
         table.add_column(title, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))  # texts have no markup
-    with noticing_closed_output():
-        make_console().print(table, highlight=False)
+    console = make_console()
+    with console.capture() as drawn:
+        console.print(table, highlight=False)
+    return "\n".join(line.rstrip() for line in drawn.get().splitlines() if line.strip())
 
 
-def make_console() -> "Console":
+def make_console(*, stderr: bool = False) -> "Console":
     """A console of Rich's; nothing on it is taken for markup, and a log is as wide as it likes."""
     from rich.console import Console
 
@@ -63,14 +76,13 @@ def make_console() -> "Console":
         def on_broken_pipe(self) -> None:
             raise OutputClosed
 
-    console = QuietConsole(soft_wrap=True, markup=False, highlight=False, emoji=False)
-    return (
-        console
-        if console.is_terminal
-        else QuietConsole(
-            width=LOG_WIDTH, soft_wrap=True, markup=False, highlight=False, emoji=False
+    def make(width: int | None) -> Console:
+        return QuietConsole(
+            stderr=stderr, width=width, soft_wrap=True, markup=False, highlight=False, emoji=False
         )
-    )
+
+    console = make(None)
+    return console if console.is_terminal else make(LOG_WIDTH)
 
 
 def drop_output() -> None:

@@ -4,6 +4,7 @@ They need nothing of deepmoe, and export to ONNX or by `torch.export` with the s
 """
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ class Routes(nn.Module):
 
     def forward(self, x_1CHW: Tensor, e_1D: Tensor) -> Tensor:
         code = self.codebook.nearest(self.heads(e_1D))[0]
-        return _run_one_of(self.networks, code, 0, x_1CHW)
+        return _run_one_of(list(self.networks), code, 0, x_1CHW)
 
 
 class ExpertNetworks(nn.Module):
@@ -136,7 +137,7 @@ class ExpertNetworks(nn.Module):
     def forward(self, x_1CHW: Tensor) -> Tensor:
         _check_one_image(x_1CHW)
         number = nearest(self.features(x_1CHW), self.centroids)[0]
-        return _run_one_of(self.networks, number, 0, x_1CHW)
+        return _run_one_of(list(self.networks), number, 0, x_1CHW)
 
 
 @torch.no_grad()
@@ -168,15 +169,19 @@ def static_network(model: DeepMoE, gates_C: Tensor) -> nn.Module:
     return Logits(small).eval()
 
 
-def _run_one_of(networks: nn.ModuleList, number: Tensor, first: int, x_1CHW: Tensor) -> Tensor:
-    """Runs the network of a number that is not below `first`."""
-    if first == len(networks) - 1:
-        return networks[first](x_1CHW)
+def _run_one_of(networks: Sequence[nn.Module], number: Tensor, first: int, x: Tensor) -> Tensor:
+    """Runs the network of a number; the first of these has the number `first`.
+
+    By halves: exporters go through a branch again for each one that it lies in.
+    """
+    if len(networks) == 1:
+        return networks[0](x)
+    half = len(networks) // 2
     return torch.cond(
-        number == first,
-        lambda x: networks[first](x),
-        lambda x: _run_one_of(networks, number, first + 1, x),
-        (x_1CHW,),
+        number < first + half,
+        lambda x: _run_one_of(networks[:half], number, first, x),
+        lambda x: _run_one_of(networks[half:], number, first + half, x),
+        (x,),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from deepmoe.errors import UserError
+from deepmoe.progress import progress
 
 USUAL_SIZE = (224, 224)
 FORMS = "timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID or package.module:factory"
@@ -35,7 +36,8 @@ def make_network(name: str, classes: int | None, *, pretrained: bool) -> nn.Modu
     source, _, own_name = name.partition(":")
     make = _SOURCES.get(source)
     try:
-        network = make(own_name, pretrained) if make else _by_factory(name, classes)
+        with progress(f"making {name}"):
+            network = make(own_name, pretrained) if make else _by_factory(name, classes)
     except UserError:
         raise
     except ModuleNotFoundError as error:

@@ -91,9 +91,9 @@ def test_a_route_without_any_channel_still_answers() -> None:
 
 @torch.no_grad()
 def test_a_coded_network_runs_the_network_of_the_images_code() -> None:
-    model, images = model_with_codes(2)
+    model, images = model_with_codes(5)
     network = CodedNetwork(model)
-    assert len({float(model(x).logits.sum()) for x in images.split(1)}) == 2
+    assert len({float(model(x).logits.sum()) for x in images.split(1)}) == 5
     for x in images.split(1):
         assert error(network(x), model(x).logits) <= 1e-5
 
@@ -140,26 +140,19 @@ def convolutions(module: torch.fx.GraphModule) -> int:
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
-def test_onnx_runtime_gives_what_the_model_gives(tmp_path) -> None:
+def test_onnx_runtime_gives_what_a_gated_model_gives(tmp_path) -> None:
+    """All channels of it; files with the savings in them are those of `deepmoe export`."""
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
     runtime.set_default_logger_severity(3)
-    model, images = model_with_codes(2)
-    plain = create_model("vgg11", classes=10, wide=0.25).eval()
-    torch.nn.init.normal_(plain.heads.weight)
-    route = torch.cat(plain(images[:1]).gates, dim=1)[0]
-    networks = {
-        "masked": (plain, plain),
-        "static": (static_network(plain, route), plain),
-        "codes": (CodedNetwork(model), model),
-    }
-    for name, (network, expected) in networks.items():
-        path = tmp_path / f"{name}.onnx"
-        torch.onnx.export(network, (images[:1],), path, dynamo=True, verbose=False)
-        session = runtime.InferenceSession(path)
-        for x in images[: 1 if name == "static" else 2].split(1):
-            found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
-            assert error(torch.from_numpy(found), expected(x).logits) <= 1e-5, name
+    model, images = create_model("vgg11", classes=10, wide=0.25).eval(), torch.randn(2, 3, 32, 32)
+    torch.nn.init.normal_(model.heads.weight)
+    path = tmp_path / "masked.onnx"
+    torch.onnx.export(model, (images[:1],), path, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(path)
+    for x in images.split(1):
+        found = session.run(None, {session.get_inputs()[0].name: x.numpy()})[0]
+        assert error(torch.from_numpy(found), model(x).logits) <= 1e-5
 
 
 def test_a_network_of_ones_own_is_handed_over(tmp_path) -> None:

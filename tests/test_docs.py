@@ -211,6 +211,16 @@ def test_gate_your_own_network_is_right_about_networks_of_others() -> None:
     assert told in (ROOT / page).read_text()
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_deployment_runs_as_it_is_written(capsys) -> None:
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    made = run("docs/deploy.md", examples("docs/deploy.md"), {})
+    assert str(made["result"]) in capsys.readouterr().out
+    assert made["result"].parameters < 0.8 * made["result"].dense_parameters
+    assert len(made["labels"]) == 4 and set(made["labels"]) <= set("0123456789")
+
+
 @pytest.fixture
 def zoo(monkeypatch: pytest.MonkeyPatch) -> None:
     """A zoo to add to."""

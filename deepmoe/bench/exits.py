@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepmoe.bench.benchmark import Benchmark, Timed, compared
 from deepmoe.data import Batch
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE
+from deepmoe.progress import followed
 from deepmoe.sparse import InferenceModel, sparsify
 from deepmoe.timing import timed
 
@@ -29,7 +30,8 @@ def bench_exits(
     batch: int,
     dtype: torch.dtype | None = None,
     images: int | None = None,
-) -> dict[str, Any]:
+    evaluated_on: str | None = None,
+) -> "ExitsBenchmark":
     """Times one pass over images, each batch with exits and without, in turn.
 
     Both are the same sparse model, its exits switched on and off: they share weights and what it
@@ -41,6 +43,7 @@ def bench_exits(
         batch: images at once.
         dtype: of the convolutions; the model's own if not given.
         images: to stop after.
+        evaluated_on: what the images are called.
 
     Returns:
         Share of the images that exit, accuracies, mean milliseconds a batch, images a second, and
@@ -58,12 +61,14 @@ def bench_exits(
     exit_at = sparse.exit_at
     _warm_up([_Way(sparse, exit_at), _Way(sparse, None)], batches)
     ways = {"": _Way(sparse, exit_at), "_without": _Way(sparse, None)}
-    for number, (x_BCHW, labels) in enumerate(batches()):
+    there = getattr(data, "images", None)
+    total = count if count is not None or there is None else there // batch
+    for number, (x_BCHW, labels) in enumerate(followed(batches(), "timing", total, "batches")):
         # Which one comes first changes, too: it finds the images in no cache.
         for way in ways.values() if number % 2 else reversed(ways.values()):
             way.run(x_BCHW, labels)
     figures = {name + end: v for end, way in ways.items() for name, v in way.figures(batch).items()}
-    return {
+    values = {
         "batch": batch,
         "images": ways[""].images,
         "exited": ways[""].exited / ways[""].images,
@@ -72,7 +77,46 @@ def bench_exits(
         "device": str(next(model.parameters()).device),
         "dtype": str(sparse.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
+        "evaluated_on": evaluated_on,
     }
+    return ExitsBenchmark(values)
+
+
+@dataclass(frozen=True)
+class ExitsBenchmark(Benchmark):
+    """How much time exits save."""
+
+    unit = "ms a batch"
+
+    def timed(self) -> list[Timed]:
+        """Without exits, and with them."""
+        values = self.values
+        all_run = "every image runs the whole network"
+        some_exit = f"{values['exited']:.1%} of the images are answered by the embedding"
+        return [
+            Timed("without exits", values["ms_without"], all_run),
+            Timed("with exits", values["ms"], some_exit),
+        ]
+
+    @property
+    def sentence(self) -> str:
+        """Both times, and both accuracies."""
+        values = self.values
+        return (
+            f"without exits {values['ms_without']:.2f} ms, with exits {values['ms']:.2f} ms: "
+            f"{compared(values['ms'], values['ms_without'])}; accuracy "
+            f"{values['accuracy_without']:.2%} and {values['accuracy']:.2%}"
+        )
+
+    def setting(self) -> str:
+        """Batch, images, device."""
+        values = self.values
+        named = "" if values["evaluated_on"] is None else f"{values['evaluated_on']} "
+        return (
+            f"batches of {values['batch']}, {values['images']:,} {named}images, "
+            f"{values['images_per_second_without']:,.0f} and {values['images_per_second']:,.0f} "
+            f"images/s; {values['device']}, {values['dtype']}"
+        )
 
 
 @contextmanager
@@ -116,7 +160,8 @@ class _Way:
 def _warm_up(ways: list[_Way], batches: Callable[[], Iterator[Batch]]) -> None:
     started = time.perf_counter()
     again_and_again = itertools.chain.from_iterable(batches() for _ in itertools.count())
-    for number, (x_BCHW, labels) in enumerate(itertools.islice(again_and_again, MOST_WARM_UP)):
+    few = followed(itertools.islice(again_and_again, MOST_WARM_UP), "warming up", None, "batches")
+    for number, (x_BCHW, labels) in enumerate(few):
         if number >= LEAST_WARM_UP and time.perf_counter() - started > WARM_UP_SECONDS:
             break
         for way in ways:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deepmoe.model import DeepMoE
+from deepmoe.progress import followed
 from deepmoe.sparse import sparsify
 from deepmoe.timing import timed
 
@@ -53,7 +54,8 @@ def bench_latency(model: DeepMoE, dense: DeepMoE, images: Tensor) -> Latency:
     for image in itertools.islice(itertools.cycle(images.split(1)), WARM_UP):
         for call in calls:
             call(image)
-    for number, image in enumerate(images.split(1)):
+    timing = followed(images.split(1), "timing", len(images), "images")
+    for number, image in enumerate(timing):
         for which in (0, 1) if number % 2 else (1, 0):  # the first finds the image in no cache
             seconds[which] += timed(partial(calls[which], image), device)[1]
     ms = [1e3 * s / len(images) for s in seconds]

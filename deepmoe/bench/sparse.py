@@ -4,7 +4,7 @@ import copy
 import resource
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepmoe.bench.benchmark import Benchmark, Timed, compared, milliseconds
 from deepmoe.bench.subjects import Subject
 from deepmoe.cuda_graphs import GraphCache, Work
 from deepmoe.model import DeepMoE, DeepMoEOutput
 from deepmoe.ops import is_half
+from deepmoe.progress import followed, progress
 from deepmoe.sparse import Plan, sparsify
 from deepmoe.sparse.convolution import convolve_plainly
 from deepmoe.sparse.executors import FixedExecutor, Parts, parts_of_route, whole_network
@@ -29,10 +31,63 @@ SAME_GATE = 0.05  # gates that differ by this share of the largest one are anoth
 CAPTURING_RUNS = 3  # at least, until CUDA graphs are captured
 Call = Callable[[], Tensor]
 
+# What people are told of, in this order: key, name, meaning.
+TOLD = (
+    ("dense_wide", "dense", "all channels run, in the fastest way that PyTorch has here"),
+    ("dense_base", "dense, not widened", "the same for the network at its own width"),
+    ("dynamic", "sparse", "the engine runs the channels that gates ask for, image by image"),
+    ("codebook", "sparse, by codes", "the same with a few routes that are prepared beforehand"),
+    ("presliced", "limit", "these channels alone, cut out beforehand: nothing is left to decide"),
+)
+
+
+@dataclass(frozen=True)
+class SparseBenchmark(Benchmark):
+    """How much time skipped channels save.
+
+    Attributes:
+        plan: which ways the engine has found to be fastest.
+    """
+
+    plan: Plan
+
+    def timed(self) -> list[Timed]:
+        """The networks that people are told of: those that differ."""
+        values, found = self.values, []
+        for key, name, meaning in TOLD:
+            time = values.get(f"{key}_ms")
+            if time is not None and (key != "dense_base" or values["widened"]):
+                found.append(Timed(name, time, meaning))
+        return found
+
+    @property
+    def sentence(self) -> str:
+        """Dense and sparse, and what could be reached."""
+        values = self.values
+        coded = values["codebook_ms"] is not None and values["codebook_ms"] < values["dynamic_ms"]
+        ms, name = values["codebook_ms" if coded else "dynamic_ms"], "sparse" + " by codes" * coded
+        dense, limit = values["dense_wide_ms"], values.get("presliced_ms")
+        end = "" if limit is None else f"; limit {milliseconds(limit)}"
+        times = f"dense {milliseconds(dense)} ms, {name} {milliseconds(ms)} ms"
+        return f"{times}: {compared(ms, dense)}{end}"
+
+    def setting(self) -> str:
+        """Density, batch, routes, device."""
+        values = self.values
+        routes = f"{values['routes']} route{'s' if values['routes'] != 1 else ''}"
+        threads = f", threads: {values['threads']}" if values["device"] == "cpu" else ""
+        return (
+            f"a batch of {values['batch']}, {values['density']:.0%} of the gated channels run, "
+            f"{routes}; {values['device']}, {values['dtype']}{threads}; "
+            f"largest error {values['max_error']:.1e}"
+            + (f", {values['rerouted']} images on another route" if values["rerouted"] else "")
+            + ("" if values["exited"] is None else f", {values['exited']:.1%} exited")
+        )
+
 
 def bench_sparse(
     subject: Subject, *, dtype: torch.dtype, rounds: int = 15, compile_dense: bool = True
-) -> tuple[dict[str, Any], Plan]:
+) -> SparseBenchmark:
     """Times inference of a batch, interleaved in one process.
 
     Args:
@@ -48,12 +103,12 @@ def bench_sparse(
         run in their best memory format, with `torch.compile` or without, whatever is fastest.
         `_packed_ms` are the same networks by the engine's own fused calls, for a comparison of
         channels alone; `masked_ms` is the model itself, as it runs without the engine. Images that
-        exit do so in the model and the engine only; a model without gates is not sliced. And the
-        plan that the engine has come to.
+        exit do so in the model and the engine only; a model without gates is not sliced.
     """
     # PyTorch limits how often one function is compiled, but here that is all it does.
     with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=1000):
-        runs = _Contenders(subject, dtype, compile_dense)
+        with progress("preparing the networks"):
+            runs = _Contenders(subject, dtype, compile_dense)
         seconds = _interleaved(runs.calls, rounds, subject.images.device)
         errors, rerouted = zip(*runs.differences(), strict=True)
     medians = {f"{name}_ms": 1e3 * statistics.median(t) for name, t in seconds.items()}
@@ -70,6 +125,7 @@ def bench_sparse(
         "input": list(images.shape[2:]),
         "density": runs.density,
         "exited": runs.exited,
+        "widened": _size(subject.dynamic) != _size(subject.base),
         "codes": None if subject.coded is None else len(_codebook(subject.coded).codes),
         "device": str(images.device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -77,7 +133,7 @@ def bench_sparse(
         "rounds": rounds,
         "peak_memory_mb": _peak_memory(images.device) / 1e6,
     }
-    return values, runs.plan
+    return SparseBenchmark(values, runs.plan)
 
 
 class _Contenders:
@@ -228,7 +284,8 @@ def _interleaved(
     calls: dict[str, Call], rounds: int, device: torch.device
 ) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 2):  # the first two warm up
+    # The first two warm up.
+    for number in followed(range(rounds + 2), "timing", rounds + 2, "rounds"):
         for name, call in calls.items():
             _, seconds = timed(call, device)
             if number >= 2:
@@ -240,6 +297,10 @@ def _peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _size(model: DeepMoE) -> int:
+    return sum(p.numel() for p in model.network.parameters())
 
 
 def _codebook(model: DeepMoE) -> Any:

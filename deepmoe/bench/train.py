@@ -4,7 +4,7 @@ import re
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from lightning_fabric import Fabric
 
+from deepmoe.bench.benchmark import Benchmark, Timed
 from deepmoe.checkpoint import CheckpointStore, TrainState
 from deepmoe.config import RunConfig
 from deepmoe.data import DataSource, open_data
+from deepmoe.progress import progress
 from deepmoe.timing import timed
 from deepmoe.training.distributed import make_fabric
 from deepmoe.training.schedules import TrainingStage, stages
@@ -31,7 +33,7 @@ KERNEL_KINDS = {  # by what the names of kernels hold
 }
 
 
-def bench_train(config: RunConfig, rounds: int = 5) -> dict[str, Any]:
+def bench_train(config: RunConfig, rounds: int = 5) -> "TrainBenchmark":
     """Times training epochs, without evaluation and checkpoints, interleaved in one run.
 
     Args:
@@ -54,15 +56,17 @@ def bench_train(config: RunConfig, rounds: int = 5) -> dict[str, Any]:
             "joint": _Contender(config, fabric, data, joint, Path(folder)),
             "frozen": _Contender(config, fabric, data, frozen, Path(folder)),
         }
-        warm_up = {name: c.epoch_seconds(0) for name, c in contenders.items()}
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for number in range(1, rounds + 1):
-            for name, contender in contenders.items():
-                seconds[name].append(contender.epoch_seconds(number))
+        with progress("timing", len(contenders) * (rounds + 1), "epochs") as work:
+            for number in range(rounds + 1):
+                for name, contender in contenders.items():
+                    seconds[name].append(contender.epoch_seconds(number))
+                    work.advance()
+        warm_up = {name: values.pop(0) for name, values in seconds.items()}
         phases = {name: c.phase_milliseconds() for name, c in contenders.items()}
         kernels = {name: c.kernel_milliseconds() for name, c in contenders.items()}
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {
+    values = {
         "model": config.model.name,
         "data": config.data.name,
         "batch_size": train.batch_size,
@@ -77,6 +81,41 @@ def bench_train(config: RunConfig, rounds: int = 5) -> dict[str, Any]:
         "milliseconds_per_batch": phases,
         "gpu_milliseconds_per_batch": kernels,
     }
+    return TrainBenchmark(values)
+
+
+@dataclass(frozen=True)
+class TrainBenchmark(Benchmark):
+    """How long an epoch of training takes, gated and dense."""
+
+    unit = "seconds an epoch"
+
+    def timed(self) -> list[Timed]:
+        """The dense twin, and both stages of the gated network."""
+        meanings = {
+            "dense": "the dense twin: the same network without gates",
+            "joint": "network, embedding and gates learn together",
+            "frozen": "embedding and gates are frozen, the network learns on",
+        }
+        seconds = self.values["seconds_per_epoch"]
+        return [Timed(name, seconds[name], meaning) for name, meaning in meanings.items()]
+
+    @property
+    def sentence(self) -> str:
+        """What gates cost in training."""
+        dense, joint, frozen = (t.time for t in self.timed())
+        return (
+            f"an epoch takes {dense:.1f} s dense, {joint:.1f} s gated ({joint / dense:.2f} times "
+            f"as long) and {frozen:.1f} s with frozen gates"
+        )
+
+    def setting(self) -> str:
+        """Network, data, device."""
+        v = self.values
+        return (
+            f"{v['model']} on {v['data']}, {v['batches_per_epoch']} batches of {v['batch_size']}; "
+            f"{v['device']}, {v['precision']}"
+        )
 
 
 class _Contender:

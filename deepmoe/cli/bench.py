@@ -4,7 +4,7 @@ import functools
 import json
 import operator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,15 +14,27 @@ from deepmoe.cli.common import (
     data_option,
     json_option,
     network_option,
+    next_command,
     parse_numbers,
     parse_size,
     save_option,
     set_option,
 )
-from deepmoe.console import print_table, say
+from deepmoe.cli.examples import example
+from deepmoe.console import say
 from deepmoe.errors import UserError
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from deepmoe.bench.benchmark import Benchmark
+    from deepmoe.bench.subjects import Subject
+
 ROUNDS = 15  # timed runs, unless asked for others
+
+details_option = click.option(
+    "--details", "with_details", is_flag=True, help="Also print all that was measured."
+)
 
 
 @click.group()
@@ -30,14 +42,20 @@ def bench() -> None:
     """Measure speed: ratios from one interleaved run."""
 
 
-@bench.command("train")
+@bench.command("train", **example("deepmoe bench train quickstart --rounds 2"))
 @click.argument("preset")
 @set_option
 @click.option("--rounds", type=int, default=5, help="Timed epochs of each kind.", show_default=True)
+@details_option
 @json_option
 @save_option
 def bench_train_verb(
-    preset: str, overrides: tuple[str, ...], rounds: int, as_json: bool, save: Path | None
+    preset: str,
+    overrides: tuple[str, ...],
+    rounds: int,
+    with_details: bool,
+    as_json: bool,
+    save: Path | None,
 ) -> None:
     """Time epochs of PRESET: dense twin, joint stage and frozen stage."""
     from deepmoe.bench.train import bench_train
@@ -46,7 +64,8 @@ def bench_train_verb(
     config = load_config(preset, overrides)
     if rounds < 1:
         raise UserError(f"--rounds must be at least 1, not {rounds}")
-    values = bench_train(config, rounds)
+    found = bench_train(config, rounds)
+    values = found.as_dict()
     if save is not None:
         from deepmoe.results import write_result
 
@@ -56,15 +75,10 @@ def bench_train_verb(
     if as_json:
         say(json.dumps(values, indent=2))
         return
-    ratios = {"dense": 1.0, **values["ratio_to_dense"]}
-    rows = [
-        (name, f"{seconds:.3f}", f"{ratios[name]:.2f}", _phases(values, name))
-        for name, seconds in values["seconds_per_epoch"].items()
-    ]
-    print_table(("kind", "seconds an epoch", "of dense", "ms a batch, by phase"), rows)
+    _tell([found], with_details)
 
 
-@bench.command("sparse")
+@bench.command("sparse", **example("deepmoe bench sparse vgg16 --wide 2 --density 0.5"))
 @click.argument("model")
 @data_option
 @network_option
@@ -87,6 +101,7 @@ def bench_train_verb(
 @click.option(
     "--save-plan", type=click.Path(path_type=Path), help="Write down which ways were fastest."
 )
+@details_option
 @json_option
 @save_option
 def bench_sparse_verb(
@@ -103,6 +118,7 @@ def bench_sparse_verb(
     rounds: int,
     compile_dense: bool,
     save_plan: Path | None,
+    with_details: bool,
     as_json: bool,
     save: Path | None,
 ) -> None:
@@ -115,13 +131,64 @@ def bench_sparse_verb(
     import torch
 
     from deepmoe.bench.sparse import bench_sparse
-    from deepmoe.bench.subjects import Subject, trained_subject, untrained_subject
-    from deepmoe.config import ModelConfig
+    from deepmoe.bench.subjects import trained_subject
     from deepmoe.devices import choose_device
-    from deepmoe.registry import model_options
 
     device = choose_device(device).type
     trained = Path(model).is_file()
+    _check_options(trained)
+    densities = [None] if trained else parse_numbers("--density", density, float)
+    batches = parse_numbers("--batch", batch, int)
+    if rounds < 1 or min(batches) < 1:
+        raise UserError("--rounds and --batch must be at least 1")
+
+    def subject(share: float | None, images: int) -> "Subject":
+        if share is None:
+            options = {"codes": codes, "device": device, "data": overrides, "network": network}
+            return trained_subject(Path(model), batch=images, **options)  # type: ignore[arg-type]
+        return _untrained(model, wide, block, share, images, codes, size, device)
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    found = [
+        bench_sparse(subject(d, b), dtype=dtype, rounds=rounds, compile_dense=compile_dense)
+        for d in densities
+        for b in batches
+    ]
+    if save_plan is not None:
+        functools.reduce(operator.or_, [one.plan for one in found]).save(save_plan)
+    measured = [one.as_dict() for one in found]
+    values = measured[0] if len(measured) == 1 else measured
+    if save is not None:
+        from deepmoe.results import write_result
+
+        command = _sparse_command(trained, device, **click.get_current_context().params)
+        write_result(save, values, command=command, seed=0, device=device)
+    if as_json:
+        say(json.dumps(values, indent=2))
+        return
+    _tell(found, with_details)
+    if trained:
+        next_command("deepmoe export", Path(model), network)
+
+
+def _sparse_command(trained: bool, on: str, **given: Any) -> str:
+    """The command that was typed, but for places on this machine."""
+    command = _command(
+        f"deepmoe bench sparse {Path(given['model']).name}",
+        wide=given["wide"] if given["wide"] != 1 else None,
+        block=given["block"],
+        density=None if trained else given["density"],
+        batch=given["batch"],
+        codes=given["codes"],
+        device=on,
+        input=given["size"],
+        rounds=given["rounds"] if given["rounds"] != ROUNDS else None,
+    )
+    return command + as_typed(given["overrides"]) + " --no-compile" * (not given["compile_dense"])
+
+
+def _check_options(trained: bool) -> None:
+    """Refuses what says nothing of a checkpoint, or of a name."""
     given = click.get_current_context().get_parameter_source
     unfit = ("wide", "block", "density", "size") if trained else ("overrides", "network")
     for name in unfit:
@@ -129,66 +196,34 @@ def bench_sparse_verb(
             option = {"size": "input", "overrides": "set"}.get(name, name)
             kind = "a checkpoint, which has its own" if trained else "the name of a model"
             raise UserError(f"--{option} does not go with {kind}")
-    densities = [None] if trained else parse_numbers("--density", density, float)
-    batches = parse_numbers("--batch", batch, int)
-    if rounds < 1 or min(batches) < 1:
-        raise UserError("--rounds and --batch must be at least 1")
-
-    def subject(share: float | None, images: int) -> Subject:
-        if share is None:
-            return trained_subject(
-                Path(model),
-                batch=images,
-                codes=codes,
-                device=device,
-                data=overrides,
-                network=network,
-            )
-        return untrained_subject(
-            model,
-            density=share,
-            batch=images,
-            codes=codes,
-            size=None if size is None else parse_size(size),
-            device=device,
-            options=model_options(ModelConfig(wide=wide, block=block)),  # type: ignore[arg-type]
-        )
-
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    results = [
-        bench_sparse(subject(d, b), dtype=dtype, rounds=rounds, compile_dense=compile_dense)
-        for d in densities
-        for b in batches
-    ]
-    measured = [values for values, _ in results]
-    if save_plan is not None:
-        plans = [plan for _, plan in results]
-        functools.reduce(operator.or_, plans).save(save_plan)
-    values = measured[0] if len(measured) == 1 else measured
-    if save is not None:
-        from deepmoe.results import write_result
-
-        command = _command(
-            f"deepmoe bench sparse {Path(model).name}",
-            wide=wide if wide != 1 else None,
-            block=block,
-            density=None if trained else density,
-            batch=batch,
-            codes=codes,
-            device=device,
-            input=size,
-            rounds=rounds if rounds != ROUNDS else None,
-        )
-        command += as_typed(overrides) + ("" if compile_dense else " --no-compile")
-        write_result(save, values, command=command, seed=0, device=device)
-    if as_json:
-        say(json.dumps(values, indent=2))
-        return
-    for one in measured:
-        _print_sparse(one)
 
 
-@bench.command("exits")
+def _untrained(
+    name: str,
+    wide: float,
+    block: str | None,
+    density: float,
+    batch: int,
+    codes: int | None,
+    size: str | None,
+    device: str,
+) -> "Subject":
+    from deepmoe.bench.subjects import untrained_subject
+    from deepmoe.config import ModelConfig
+    from deepmoe.registry import model_options
+
+    return untrained_subject(
+        name,
+        density=density,
+        batch=batch,
+        codes=codes,
+        size=None if size is None else parse_size(size),
+        device=device,
+        options=model_options(ModelConfig(wide=wide, block=block)),  # type: ignore[arg-type]
+    )
+
+
+@bench.command("exits", **example("deepmoe bench exits exits.safetensors --threads 1"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @data_option
 @network_option
@@ -196,6 +231,7 @@ def bench_sparse_verb(
 @click.option("--images", type=int, help="Stop after so many.  [default: all of the data]")
 @click.option("--threads", type=int, help="Of the CPU.  [default: as PyTorch chooses]")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: the checkpoint's]")
+@details_option
 @json_option
 @save_option
 def bench_exits_verb(
@@ -206,6 +242,7 @@ def bench_exits_verb(
     images: int | None,
     threads: int | None,
     device: str | None,
+    with_details: bool,
     as_json: bool,
     save: Path | None,
 ) -> None:
@@ -232,11 +269,19 @@ def bench_exits_verb(
         raise UserError(f"there are {there} images: --batch can be {there} at the most")
     dtype = torch.bfloat16 if opened.precision == "bf16-mixed" else None
     with threads_of_cpu(threads):
-        values = [
-            bench_exits(loaded.model, data.evaluation, batch=b, dtype=dtype, images=images)
-            | {"evaluated_on": data.evaluation_name}
+        on = data.evaluation_name
+        found = [
+            bench_exits(
+                loaded.model,
+                data.evaluation,
+                batch=b,
+                dtype=dtype,
+                images=images,
+                evaluated_on=on,
+            )
             for b in batches
         ]
+    values = [one.as_dict() for one in found]
     if save is not None:
         from deepmoe.results import write_result
 
@@ -254,46 +299,18 @@ def bench_exits_verb(
     if as_json:
         say(json.dumps(values, indent=2))
         return
-    _print_exits(values)
+    _tell(found, with_details)
+    next_command("deepmoe export", checkpoint, network)
 
 
-def _print_exits(values: list[dict[str, Any]]) -> None:
-    header = ("batch", "images", "exit rate", "exits", "accuracy", "ms a batch", "time", "images/s")
-    rows = []
-    for one in values:
-        common = (one["batch"], f"{one['images']:,}", f"{one['exited']:.1%}")
-        for label, end, time in (("with", "", one["ratio"]), ("without", "_without", 1.0)):
-            figures = (f"{one[f'accuracy{end}']:.2%}", f"{one[f'ms{end}']:.3f}", f"{time:.1%}")
-            rows.append((*common, label, *figures, f"{one[f'images_per_second{end}']:,.0f}"))
-            common = ("", "", "")
-    print_table(header, rows)
-    first = values[0]
-    say(f"{first['evaluated_on']} images, {first['device']}, {first['dtype']}")
+def _tell(found: "Sequence[Benchmark]", with_details: bool) -> None:
+    for one in found:
+        say(one)
+        if with_details:
+            say(one.details())
 
 
 def _command(verb: str, **options: Any) -> str:
     """A command as it would be typed; options that are `None` were not given."""
     given = {name: value for name, value in options.items() if value is not None}
     return " ".join([verb, *(f"--{name} {value}" for name, value in given.items())])
-
-
-def _print_sparse(values: dict[str, Any]) -> None:
-    dense = values["dense_wide_ms"]
-    names = [key for key, v in values.items() if key.endswith("_ms") and isinstance(v, float)]
-    rows = [
-        (name.removesuffix("_ms"), f"{values[name]:.3f}", f"{dense / values[name]:.2f}")
-        for name in names
-    ]
-    print_table(("network", "ms", "times as fast as dense wide"), rows)
-    routes = f"{values['routes']} route{'s' if values['routes'] != 1 else ''}"
-    say(
-        f"density {values['density']:.2f}, batch {values['batch']}, {routes}, "
-        f"largest error {values['max_error']:.1e}"
-        + (f", {values['rerouted']} images on another route" if values["rerouted"] else "")
-        + ("" if values["exited"] is None else f", {values['exited']:.1%} exited")
-    )
-
-
-def _phases(values: dict[str, Any], name: str) -> str:
-    times = values["milliseconds_per_batch"][name]
-    return ", ".join(f"{phase} {time:.2f}" for phase, time in times.items())

@@ -1,6 +1,5 @@
 """The verbs that take a checkpoint."""
 
-import dataclasses
 import io
 import json
 from contextlib import AbstractContextManager
@@ -14,29 +13,27 @@ from deepmoe.cli.common import (
     data_option,
     json_option,
     network_option,
+    next_command,
     parse_numbers,
-    print_evaluation,
     save_option,
+    sparse_option,
 )
-from deepmoe.console import complain, print_table, say
+from deepmoe.cli.examples import example
+from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
     from deepmoe.checkpoint import Checkpoint
-    from deepmoe.config import DataConfig
+    from deepmoe.config import DataConfig, RunConfig
     from deepmoe.data import DataSource
     from deepmoe.evaluation.curve import By
 
 MOST_SHARE = 2.0  # embedding and gates may cost as much as a small network
 
-sparse_option = click.option(
-    "--sparse", is_flag=True, help="Run only the channels that the gates ask for."
-)
 
-
-@click.command("eval")
+@click.command("eval", **example("deepmoe eval runs/quickstart/deepmoe/last.safetensors"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @data_option
 @network_option
@@ -61,17 +58,21 @@ def evaluate_checkpoint(
 
         half = opened.precision == "bf16-mixed"
         model = sparsify(model, dtype=torch.bfloat16 if half else None)
-        result = evaluate_on(model, data.info, data.evaluation)
+        result = evaluate_on(model, data.info, data.evaluation, data.evaluation_name)
     else:
         with opened.autocast():
-            result = evaluate_on(model, data.info, data.evaluation)
+            result = evaluate_on(model, data.info, data.evaluation, data.evaluation_name)
     if as_json:
-        say(json.dumps(result.as_dict() | {"evaluated_on": data.evaluation_name}, indent=2))
+        say(json.dumps(result.as_dict(), indent=2))
+        return
+    say(result)
+    if model.gated or model.exit_at is not None:
+        next_command("deepmoe bench sparse", checkpoint, network)
     else:
-        print_evaluation(result, data.evaluation_name)
+        next_command("deepmoe predict", checkpoint, network, "IMAGES")
 
 
-@click.command()
+@click.command(**example("deepmoe curve runs/quickstart/deepmoe/last.safetensors --plot curve.png"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @data_option
 @network_option
@@ -126,7 +127,8 @@ def curve(
     with opened.autocast():
         refit = data.train if refit_norms else None
         points = cost_curve(loaded.model, data.evaluation, levels, refit, by=by)
-    values = [{"threshold": p.threshold, **p.result.as_dict()} for p in points]
+    on = {"evaluated_on": data.evaluation_name}
+    values = [{"threshold": p.threshold, **p.result.as_dict(), **on} for p in points]
     if save is not None:
         changes = as_typed(overrides)
         tried = thresholds or ",".join(f"{p.threshold:g}" for p in points)
@@ -155,11 +157,15 @@ def curve(
     title = "exit from a confidence of" if exits else "threshold"
     print_table((title, *answered, "MACs", "of dense", "accuracy"), rows)
     say(f"{points[0].result.images:,} images ({data.evaluation_name})")
-    if exits:
-        say(f"to set one: deepmoe exits {checkpoint} --macs SHARE --out FILE")
+    verb = "deepmoe exits" if exits else "deepmoe cut"
+    next_command(verb, checkpoint, network, "--macs SHARE --out FILE")
 
 
-@click.command()
+@click.command(
+    **example(
+        "deepmoe cut runs/quickstart/deepmoe/last.safetensors --macs 0.4 --out small.safetensors"
+    )
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
     "--macs", "share", type=float, required=True, help="Share of the dense MACs to come down to."
@@ -180,7 +186,7 @@ def cut(
 ) -> None:
     """Make a cheaper model of CHECKPOINT: its least important channels go, norms are refitted."""
     from deepmoe.checkpoint import save_checkpoint
-    from deepmoe.evaluation import cut_to, evaluate
+    from deepmoe.evaluation import cut_to, evaluate_on
 
     if out.exists():
         raise UserError(f"{out} is there already: choose another --out")
@@ -192,60 +198,14 @@ def cut(
         raise UserError("cut takes models that classify images")
     with opened.autocast():
         small = cut_to(loaded.model, data.info.size, share, data.calibration, data.train)
-        result = evaluate(small, data.evaluation)
+        result = evaluate_on(small, data.info, data.evaluation, data.evaluation_name)
     save_checkpoint(out, small, loaded.config, loaded.info, loaded.state)
     if as_json:
-        say(json.dumps(result.as_dict() | {"evaluated_on": data.evaluation_name}, indent=2))
+        say(json.dumps(result.as_dict(), indent=2))
         return
-    print_evaluation(result, data.evaluation_name)
+    say(result)
     say(f"checkpoint: {out}")
-
-
-@click.command()
-@click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-@network_option
-@sparse_option
-@json_option
-def predict(
-    checkpoint: Path,
-    images: tuple[Path, ...],
-    network: str | None,
-    sparse: bool,
-    as_json: bool,
-) -> None:
-    """Classify IMAGES with CHECKPOINT, and tell what each one cost.
-
-    Images that can't be read are reported; the others are still classified.
-    """
-    from deepmoe.checkpoint import load_checkpoint
-    from deepmoe.costs import format_macs
-    from deepmoe.evaluation import Prediction, Unanswered
-    from deepmoe.evaluation import predict as predict_images
-
-    loaded = load_checkpoint(checkpoint, network=network)
-    if sparse:
-        from deepmoe.sparse import Plan, sparsify
-
-        # A few images are not worth the time that it takes to find the fastest way.
-        loaded = dataclasses.replace(loaded, model=sparsify(loaded.model, plan=Plan()))
-    answers = predict_images(loaded, images)
-    predictions = [a for a in answers if isinstance(a, Prediction)]
-    unanswered = [a for a in answers if isinstance(a, Unanswered)]
-    if as_json:
-        say(json.dumps([dataclasses.asdict(a) for a in answers], indent=2))
-    elif predictions:
-        exits = loaded.model.exit_at is not None
-        rows = []
-        for p in predictions:
-            said = (p.label, f"{p.probability:.1%}", *[p.answered_by] * exits)
-            rows.append((p.image, *said, format_macs(p.macs), f"{p.active:.1%}"))
-        header = ("image", "class", "probability", *["answered by"] * exits)
-        print_table((*header, "MACs", "active channels"), rows)
-    for answer in unanswered[:-1]:
-        complain(f"Error: {answer.error}")
-    if unanswered:
-        raise UserError(unanswered[-1].error)
+    next_command("deepmoe bench sparse", out, network)
 
 
 class Opened(NamedTuple):
@@ -267,26 +227,39 @@ class Opened(NamedTuple):
 def open_checkpoint(checkpoint: Path, overrides: tuple[str, ...], network: str | None) -> Opened:
     """Reads a checkpoint, and opens its data, or what overrides name instead."""
     from deepmoe.checkpoint import load_checkpoint
-    from deepmoe.config import apply_overrides
     from deepmoe.data import open_data
     from deepmoe.devices import choose_device, choose_precision
 
-    for item in overrides:
-        if not item.startswith(("data.", "train.device", "train.precision")):
-            raise UserError(
-                f"--set changes data..., train.device and train.precision here, not {item}"
-            )
+    check_overrides(overrides)
     loaded = load_checkpoint(checkpoint, network=network)
-    config = apply_overrides(loaded.config, overrides)
-    trained_on, asked = loaded.config.data, config.data
-    if asked.holdout not in (0, trained_on.holdout) and asked.name == trained_on.name:
-        raise UserError(
-            f"the model was trained with data.holdout={trained_on.holdout}, so that it knows some "
-            f"of the images that data.holdout={asked.holdout} holds out"
-        )
+    config = changed_data(loaded.config, overrides)
     device = choose_device(config.train.device)
     batch_size = config.train.batch_size
     data = open_data(config.data, batch_size=batch_size, device=device, info=loaded.info)
     loaded.model.to(device)
     precision = choose_precision(config.train.precision, device)
     return Opened(loaded, data, device, precision, config.data)
+
+
+def check_overrides(overrides: tuple[str, ...]) -> None:
+    """Refuses changes of what a model was trained with."""
+    for item in overrides:
+        if not item.startswith(("data.", "train.device", "train.precision")):
+            raise UserError(
+                f"--set changes data..., train.device and train.precision here, not {item}"
+            )
+
+
+def changed_data(trained: "RunConfig", overrides: tuple[str, ...]) -> "RunConfig":
+    """A model's configuration with what overrides name as its data."""
+    from deepmoe.config import apply_overrides
+
+    check_overrides(overrides)
+    config = apply_overrides(trained, overrides)
+    trained_on, asked = trained.data, config.data
+    if asked.holdout not in (0, trained_on.holdout) and asked.name == trained_on.name:
+        raise UserError(
+            f"the model was trained with data.holdout={trained_on.holdout}, so that it knows some "
+            f"of the images that data.holdout={asked.holdout} holds out"
+        )
+    return config

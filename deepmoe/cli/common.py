@@ -1,17 +1,16 @@
 """What several verbs share: options, parsers of values, tables."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from deepmoe.console import print_table
+from deepmoe.console import say
 from deepmoe.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from deepmoe.evaluation import Evaluation, SegmentationEvaluation
 
 set_option = click.option(
     "--set",
@@ -31,6 +30,9 @@ network_option = click.option(
     "--network",
     metavar="NAME",
     help="What makes the base network, where it is not of the zoo: timm:NAME, package:factory, ...",
+)
+sparse_option = click.option(
+    "--sparse", is_flag=True, help="Run only the channels that the gates ask for."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 save_option = click.option(
@@ -76,17 +78,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return sides[0], sides[-1]
 
 
-def print_evaluation(result: "Evaluation | SegmentationEvaluation", evaluated_on: str) -> None:
-    """Prints how good a model is, on which images, and what it costs."""
-    from deepmoe.costs import format_macs
-    from deepmoe.evaluation import Evaluation
-
-    rows = [
-        ("images", f"{result.images:,} ({evaluated_on})"),
-        (result.measure, f"{result.accuracy:.2%}"),
-        ("mean MACs", f"{format_macs(result.macs)} ({result.macs_share:.1%} of dense)"),
-        ("active channels", f"{result.active:.1%}"),
-    ]
-    if isinstance(result, Evaluation) and result.exited is not None:
-        rows.append(("exit rate", f"{result.exited:.1%}"))
-    print_table(("", ""), rows)
+def next_command(verb: str, file: Path, network: str | None, rest: str = "") -> None:
+    """Ends what a verb prints: a command to type, as it must be typed."""
+    made_by = f"--network {shlex.quote(network)}" if network is not None else ""
+    say(" ".join(part for part in ("next:", verb, shlex.quote(str(file)), rest, made_by) if part))

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deepmoe.cli.common import as_typed, json_option, network_option, parse_numbers, set_option
+from deepmoe.cli.common import (
+    as_typed,
+    json_option,
+    network_option,
+    next_command,
+    parse_numbers,
+    set_option,
+)
+from deepmoe.cli.examples import example
 from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
@@ -16,7 +24,7 @@ if TYPE_CHECKING:
 ALL, LIST = "all", "list"
 
 
-@click.command()
+@click.command(**example("deepmoe compare li taylor --start dense.safetensors --macs 0.5"))
 @click.argument("names", metavar="METHOD...", nargs=-1, required=True)
 @click.option(
     "--start", type=click.Path(path_type=Path), help="Checkpoint of the trained, dense network."
@@ -168,8 +176,10 @@ def _print(found: "Comparison", table: Path, network: str, as_json: bool) -> Non
             say(f"{name}: {checkpoint}")
         say(f"table: {table}; plot: {table.with_suffix('.png')}")
         if found.checkpoints:
-            made_by = f" --network {network}" if is_source(network) else ""
-            say(f"next: deepmoe predict {next(iter(found.checkpoints.values()))} IMAGE{made_by}")
+            first = next(iter(found.checkpoints.values()))
+            next_command(
+                "deepmoe predict", first, network if is_source(network) else None, "IMAGES"
+            )
     if not found.complete:
         raise UserError("some rows have no result: see above, and the runs' logs")
 

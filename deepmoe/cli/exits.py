@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from deepmoe.cli.checkpoints import Opened, open_checkpoint
-from deepmoe.cli.common import data_option, json_option, network_option
+from deepmoe.cli.common import data_option, json_option, network_option, next_command
+from deepmoe.cli.examples import example
 from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 ONE_SET = ("digits", "cifar10", "cifar100")  # the same images, wherever they lie
 
 
-@click.command()
+@click.command(
+    **example("deepmoe exits runs/mine/last.safetensors --loss 0.5 --out exits.safetensors")
+)
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
     "--loss", type=float, help="Points of accuracy that may be lost on those images, such as 0.5."
@@ -76,7 +79,7 @@ def exits(
         return
     _print(figures, data.evaluation_name, loss, guarantee)
     say(f"checkpoint: {out}")
-    say(f"on the test set: deepmoe eval {out} --set data.holdout=0")
+    next_command("deepmoe eval", out, network, "--set data.holdout=0")  # on the test set
 
 
 def _check_fit(opened: Opened, overrides: tuple[str, ...]) -> None:

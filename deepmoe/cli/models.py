@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deepmoe.cli.common import json_option, parse_size, parse_widths, set_option
+from deepmoe.cli.examples import example
 from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
@@ -31,7 +32,7 @@ def network_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command()
+@click.command(**example("deepmoe macs resnet50 --wide 2"))
 @network_options
 @json_option
 def macs(
@@ -68,7 +69,7 @@ def macs(
         print_table(("", ""), rows)
 
 
-@click.command()
+@click.command(**example("deepmoe describe timm:resnet50 --gates all"))
 @network_options
 @click.option(
     "--gates", default="inner", show_default=True, help="inner, all, or names of layers: a,b,c."
@@ -186,7 +187,7 @@ def _first(names: list[str]) -> str:
     return names[0] + more if names else ""
 
 
-@click.command()
+@click.command(**example("deepmoe models --json"))
 @json_option
 def models(as_json: bool) -> None:
     """List the models, with their usual input and their counts."""
@@ -211,7 +212,7 @@ def models(as_json: bool) -> None:
     print_table(("model", "input", "classes", "gates", "params", "MACs", "embedding"), rows)
 
 
-@click.command()
+@click.command(**example("deepmoe config quickstart --set train.epochs=5"))
 @click.argument("preset", required=False)
 @set_option
 def config(preset: str | None, overrides: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from deepmoe.cli.common import as_typed, json_option, set_option
+from deepmoe.cli.examples import example
 from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
@@ -18,7 +19,7 @@ SHOWN = {  # key: title
 }
 
 
-@click.command()
+@click.command(**example("deepmoe sweep grid.toml --jobs 2"))
 @click.argument("grid", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the runs. [runs/NAME]")
 @click.option(

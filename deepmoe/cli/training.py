@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deepmoe.cli.common import as_typed, data_option, print_evaluation, set_option
+from deepmoe.cli.common import as_typed, data_option, next_command, set_option
+from deepmoe.cli.examples import example
 from deepmoe.console import complain, print_table, say
 from deepmoe.errors import UserError
 
@@ -21,7 +22,7 @@ def out_option(name: str) -> Callable[[Any], Any]:
     return click.option("--out", type=click.Path(path_type=Path), help=help_text)
 
 
-@click.command()
+@click.command(**example("deepmoe train quickstart --out runs/first"))
 @click.argument("preset")
 @set_option
 @out_option("PRESET")
@@ -40,6 +41,7 @@ def train(
 ) -> None:
     """Train a model as PRESET says: the name of a preset, or a .toml file."""
     from deepmoe.config import load_config
+    from deepmoe.sources import is_source
     from deepmoe.training import fit
 
     _check_choice(resume, overwrite)
@@ -53,13 +55,18 @@ def train(
         devices=devices,
         nodes=nodes,
     )
-    print_evaluation(result.evaluation, result.data.evaluation_name)
+    say(result.evaluation)
     say(f"checkpoint: {result.checkpoint}")
+    network = config.model.name if is_source(config.model.name) else None
     if config.model.exits and result.data.evaluation_name == "holdout":
-        say(f"next: deepmoe exits {result.checkpoint} --loss 0.5 --out FILE")
+        next_command("deepmoe exits", result.checkpoint, network, "--loss 0.5 --out FILE")
+    elif result.model.gated and not result.model.on_the_way:
+        next_command("deepmoe bench sparse", result.checkpoint, network)
+    else:
+        next_command("deepmoe predict", result.checkpoint, network, "IMAGES")
 
 
-@click.command()
+@click.command(**example("deepmoe teach runs/a/last.safetensors --out lessons.safetensors"))
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--views", default=30, show_default=True, help="Crops and mirrorings of each image.")
 @click.option(
@@ -86,7 +93,7 @@ def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple
     say(f"to learn from it: deepmoe train PRESET {taught}")
 
 
-@click.command()
+@click.command(**example("deepmoe quickstart"))
 @set_option
 @out_option("quickstart")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoints.")
@@ -109,6 +116,7 @@ def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overw
     say(f"report: {folder / REPORT_NAME}")
     gated = folder / "deepmoe" / LAST_NAME
     say(f"in depth: deepmoe analyze {shlex.quote(str(gated))}")
+    next_command("deepmoe bench sparse", gated, None)
 
 
 def _check_choice(resume: bool, overwrite: bool) -> None:

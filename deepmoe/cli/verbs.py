@@ -8,14 +8,18 @@ import click
 
 from deepmoe.cli.analysis import analyze, report
 from deepmoe.cli.bench import bench
-from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint, predict
+from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint
 from deepmoe.cli.compare import compare
+from deepmoe.cli.examples import missing
 from deepmoe.cli.exits import exits
+from deepmoe.cli.export import export
 from deepmoe.cli.models import config, describe, macs, models
+from deepmoe.cli.predict import predict
 from deepmoe.cli.sweep import sweep
 from deepmoe.cli.training import quickstart, teach, train
 from deepmoe.console import complain, drop_output, say
 from deepmoe.errors import OutputClosed, UserError
+from deepmoe.progress import showing
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -26,11 +30,14 @@ class Verbs(click.Group):
     def main(self, *arguments: Any, **options: Any) -> Any:
         warnings.showwarning = _show_warning
         try:
-            return super().main(*arguments, **{**options, "standalone_mode": False})
+            with showing():
+                return super().main(*arguments, **{**options, "standalone_mode": False})
         except click.exceptions.NoArgsIsHelpError as error:
             assert error.ctx is not None
             say(error.ctx.get_help())
             sys.exit(0)
+        except click.MissingParameter as error:
+            message, code = missing(error), error.exit_code
         except OutputClosed as error:
             drop_output()
             message, code = "" if error.quiet else str(error), error.exit_code
@@ -78,6 +85,7 @@ for verb in (
     sweep,
     compare,
     bench,
+    export,
     describe,
     macs,
     models,

@@ -97,6 +97,20 @@ def read_image(path: str | Path, size: int, config: DataConfig) -> Tensor:
         raise UserError(f"cannot read image {path}: {error}") from error
 
 
+def read_whole_image(path: str | Path) -> Tensor:
+    """Reads an image file in its own size, as uint8 image_CHW.
+
+    Raises:
+        UserError: where the file can't be used.
+    """
+    try:
+        with open_image(read_file(path)) as image:
+            pixels_HWC = np.array(to_rgb(image))
+    except Unreadable as error:
+        raise UserError(f"cannot read image {path}: {error}") from error
+    return torch.from_numpy(pixels_HWC).permute(2, 0, 1).contiguous()
+
+
 def evaluation_box(config: DataConfig, size: int) -> Callable[[int, int], Box]:
     """What evaluation takes of an image, by its width and height."""
     return partial(centre_box, round(config.resize * size / DEFAULT_SIZE), size)

@@ -15,6 +15,7 @@ from deepmoe.data.loader import WHOLE, BatchLoader, Shard
 from deepmoe.data.segmentation import open_segmentation
 from deepmoe.data.split import Split, hold_out, tell_missing
 from deepmoe.errors import UserError
+from deepmoe.progress import progress
 
 
 def open_data(
@@ -47,12 +48,13 @@ def open_data(
             "the data was given as torch datasets, which no file can name: "
             "set data.name and data.root, or call fit or evaluate with datasets"
         )
-    if config.name in _OPEN_FILES:
-        source = _OPEN_FILES[config.name](
-            config, batch_size=batch_size, seed=seed, device=device, shard=shard, info=info
-        )
-    else:
-        source = _open_in_memory(config, batch_size, seed, device, shard, info, calibrate)
+    with progress(f"opening {config.name}"):
+        if config.name in _OPEN_FILES:
+            source = _OPEN_FILES[config.name](
+                config, batch_size=batch_size, seed=seed, device=device, shard=shard, info=info
+            )
+        else:
+            source = _open_in_memory(config, batch_size, seed, device, shard, info, calibrate)
     if info is not None:
         _check_classes(info, source.info, config.name)
     return source

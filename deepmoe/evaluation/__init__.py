@@ -1,5 +1,7 @@
 """What a trained model does: accuracy, scores of segmentation, predictions, costs, curves."""
 
+from dataclasses import replace
+
 from deepmoe.data import DataInfo
 from deepmoe.evaluation.accuracy import Evaluation, evaluate
 from deepmoe.evaluation.batches import Batches
@@ -17,8 +19,9 @@ from deepmoe.evaluation.exits import (
 from deepmoe.evaluation.gate_record import GateRecord, collect_gates
 from deepmoe.evaluation.memory import Memory, measure_memory
 from deepmoe.evaluation.narrowing import narrowed_model, used_channels
-from deepmoe.evaluation.prediction import Prediction, Unanswered, predict
+from deepmoe.evaluation.prediction import Prediction, Unanswered, predict, predict_each
 from deepmoe.evaluation.routes import Routes, count_routes
+from deepmoe.evaluation.segmentation_prediction import SegmentationPrediction
 from deepmoe.evaluation.segmentation_scores import SegmentationEvaluation, evaluate_segmentation
 from deepmoe.evaluation.shuffling import Shuffling, shuffle_gates
 from deepmoe.model import DeepMoE
@@ -32,6 +35,7 @@ __all__ = [
     "Prediction",
     "Routes",
     "SegmentationEvaluation",
+    "SegmentationPrediction",
     "Shuffling",
     "Unanswered",
     "collect_answers",
@@ -48,6 +52,7 @@ __all__ = [
     "measure_memory",
     "narrowed_model",
     "predict",
+    "predict_each",
     "set_exits",
     "shuffle_gates",
     "used_channels",
@@ -55,9 +60,9 @@ __all__ = [
 
 
 def evaluate_on(
-    model: DeepMoE, info: DataInfo, batches: Batches
+    model: DeepMoE, info: DataInfo, batches: Batches, name: str | None = None
 ) -> Evaluation | SegmentationEvaluation:
-    """Evaluates by the measure of the data's task."""
+    """Evaluates by the measure of the data's task; `name` is what the images are called."""
     if info.task == "segmentation":
-        return evaluate_segmentation(model, batches, info.class_names)
-    return evaluate(model, batches)
+        return replace(evaluate_segmentation(model, batches, info.class_names), evaluated_on=name)
+    return replace(evaluate(model, batches), evaluated_on=name)

@@ -1,6 +1,6 @@
 """Evaluation of classifiers: accuracy and cost."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from deepmoe.costs import dense_macs
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for, size_of, summed_costs
+from deepmoe.evaluation.scored import Scored
 from deepmoe.model import DeepMoE
 from deepmoe.processes import sum_over_processes
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What a model does on a set of images; costs are means over images."""
+class Evaluation(Scored):
+    """What a classifier does on a set of images; costs are means over images."""
 
     images: int
     accuracy: float
@@ -25,17 +26,17 @@ class Evaluation:
     active: float  # share of the gated channels that run
     embedding_accuracy: float | None  # None for a model without one that answers
     exited: float | None = None  # share of the images that the embedding has answered
+    evaluated_on: str | None = field(default=None, compare=False)  # the images' name
 
     measure: ClassVar[str] = "accuracy"
 
-    @property
-    def macs_share(self) -> float:
-        """Mean MACs over those of the dense base network."""
-        return self.macs / self.dense_macs
+    def _rows(self) -> list[tuple[str, str]]:
+        exits = [] if self.exited is None else [("exit rate", f"{self.exited:.1%}")]
+        return [*super()._rows(), *exits]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, the share included, as plain values."""
-        return {**asdict(self), "macs_share": self.macs_share}
+        return self._named({**asdict(self), "macs_share": self.macs_share})
 
 
 @torch.inference_mode()
@@ -53,7 +54,7 @@ def evaluate(model: DeepMoE, batches: Batches) -> Evaluation:
     device, size, answers = next(model.parameters()).device, (0, 0), False
     # In double precision: sums of MACs don't fit into single precision.
     sums = torch.zeros(8, dtype=torch.float64, device=device)
-    for x_BCHW, labels in batches_for(model, batches):
+    for x_BCHW, labels in batches_for(model, batches, doing="evaluating"):
         size, output = size_of(x_BCHW), model(x_BCHW)
         logits, guess = output.logits.double(), output.embedding_logits
         none, answers = torch.zeros_like(sums[0]), guess is not None

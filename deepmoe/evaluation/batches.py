@@ -10,13 +10,14 @@ from deepmoe.data import Loader
 from deepmoe.errors import UserError
 from deepmoe.graph import evaluation_mode
 from deepmoe.model import DeepMoE, DeepMoEOutput
+from deepmoe.progress import progress
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 """Normalised images and their labels."""
 
 
 def batches_for(
-    model: DeepMoE, batches: Batches, most: int | None = None
+    model: DeepMoE, batches: Batches, most: int | None = None, doing: str = "going through images"
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Images and labels where the model is; it is in evaluation mode meanwhile.
 
@@ -24,16 +25,20 @@ def batches_for(
         model: to go through the images with.
         batches: such as a `BatchLoader`.
         most: how many images to stop at; the last batch is cut.
+        doing: what for, in words for the person watching.
 
     Raises:
         UserError: where there are no images.
     """
     device, seen = next(model.parameters()).device, 0
-    with evaluation_mode(model):
+    there = getattr(batches, "images", None)
+    total = min((n for n in (there, most) if n is not None), default=None)
+    with evaluation_mode(model), progress(doing, total, "images") as work:
         for x_BCHW, labels in batches:
             room = len(x_BCHW) if most is None else min(len(x_BCHW), most - seen)
             yield model.as_input(x_BCHW[:room]), labels[:room].to(device)
             seen += room
+            work.advance(room)
             if seen == most:
                 break
     if not seen:

@@ -16,6 +16,7 @@ from deepmoe.evaluation.cut import refit_norms
 from deepmoe.evaluation.exits import collect_answers
 from deepmoe.hard_moe import refuse_experts
 from deepmoe.model import DeepMoE
+from deepmoe.progress import followed
 
 By = Literal["gates", "exits"]
 LEVELS: dict[By, tuple[float, ...]] = {
@@ -86,7 +87,7 @@ def _gate_curve(
     _check_gates(model)
     means_C = _mean_open_gates(model, batches)
     points = []
-    for threshold in thresholds:
+    for threshold in followed(thresholds, "curve", len(thresholds), "points"):
         cut = _with_thresholds(model, threshold * means_C, refit)
         points.append(CurvePoint(threshold, evaluate(cut, batches)))
     return points
@@ -117,7 +118,7 @@ def _mean_open_gates(model: DeepMoE, batches: Batches) -> Tensor:
     """The mean of each layer's open gates, one number a channel."""
     widths = model.gating.widths
     sums, opened = torch.zeros(2, len(widths), dtype=torch.float64)
-    for x_BCHW, _ in batches_for(model, batches):
+    for x_BCHW, _ in batches_for(model, batches, doing="measuring gates"):
         gates, _ = model.route(x_BCHW)
         assert gates is not None
         sums += torch.stack([g.double().sum() for g in gates]).cpu()

@@ -71,7 +71,7 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
 def _judged(model: DeepMoE, batches: Batches) -> tuple[Tensor, Tensor]:
     """Gates of images, and how much each channel matters to them."""
     found, moved = [], []
-    for x_BCHW, labels in batches_for(model, batches, JUDGED_IMAGES):
+    for x_BCHW, labels in batches_for(model, batches, JUDGED_IMAGES, "judging channels"):
         with torch.no_grad():
             gates, _ = model.route(x_BCHW)
         assert gates is not None
@@ -87,7 +87,7 @@ def refit_norms(model: DeepMoE, batches: Batches) -> None:
     momenta, seen = [norm.momentum for norm in norms], 0
     for norm in norms:
         norm.reset_running_stats()
-    for x_BCHW, _ in batches_for(model, batches, REFIT_IMAGES):
+    for x_BCHW, _ in batches_for(model, batches, REFIT_IMAGES, "refitting norms"):
         seen += len(x_BCHW)
         for norm in norms:
             norm.train()

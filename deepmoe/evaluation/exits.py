@@ -138,7 +138,7 @@ def collect_answers(model: DeepMoE, batches: Batches) -> Answers:
         )
     model.check_finite()
     found, size = [], (0, 0)
-    for x_BCHW, labels in batches_for(model, batches):
+    for x_BCHW, labels in batches_for(model, batches, doing="finding exits"):
         if labels.dim() != 1:
             raise UserError("segmentation has no exits: an embedding answers for a whole image")
         size = size_of(x_BCHW)

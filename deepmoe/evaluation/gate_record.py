@@ -54,7 +54,7 @@ def collect_gates(model: DeepMoE, batches: Batches, class_names: tuple[str, ...]
     without gates has a record without gates.
     """
     rows: dict[str, list[np.ndarray]] = {}
-    for x_BCHW, labels in batches_for(model, batches):
+    for x_BCHW, labels in batches_for(model, batches, doing="recording gates"):
         for name, values in _of_batch(model, x_BCHW, labels).items():
             rows.setdefault(name, []).append(values.cpu().numpy())
     columns = {name: np.concatenate(parts) for name, parts in rows.items()}

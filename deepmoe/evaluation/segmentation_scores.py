@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +13,17 @@ from deepmoe.costs import dense_macs
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for, size_of, summed_costs
+from deepmoe.evaluation.scored import Scored
+from deepmoe.figures import bars
 from deepmoe.model import DeepMoE
 from deepmoe.processes import sum_over_processes
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 @dataclass(frozen=True)
-class SegmentationEvaluation:
+class SegmentationEvaluation(Scored):
     """What a model does on a set of images; costs are means over images."""
 
     images: int
@@ -29,24 +34,30 @@ class SegmentationEvaluation:
     macs: float  # base network as gated, plus embedding and gate heads
     dense_macs: float  # of the ungated base network alone; a mean, as image sizes may differ
     active: float  # share of the gated channels that run
+    evaluated_on: str | None = field(default=None, compare=False)  # the images' name
 
     embedding_accuracy: ClassVar[None] = None  # images have no class here
     measure: ClassVar[str] = "mean IoU"
 
     @property
-    def accuracy(self) -> float:
+    def accuracy(self) -> float:  # type: ignore[override]
         """The figure that a training run is judged by: mean IoU."""
         return self.mean_iou
 
-    @property
-    def macs_share(self) -> float:
-        """Mean MACs over those of the dense base network."""
-        return self.macs / self.dense_macs
+    def _rows(self) -> list[tuple[str, str]]:
+        known = {name: value for name, value in self.iou.items() if not math.isnan(value)}
+        by_class = sorted(known.items(), key=lambda item: -item[1])
+        return [*super()._rows(), *((f"IoU of {name}", f"{v:.2%}") for name, v in by_class)]
+
+    def plot(self) -> "Figure":
+        """Intersection over union of each class that occurs."""
+        known = {name: 100 * v for name, v in self.iou.items() if not math.isnan(v)}
+        return bars(known, "intersection over union, %", f"mean IoU {self.mean_iou:.2%}")
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, the share included, as plain values; NaN, which JSON lacks, as `None`."""
         iou = {name: None if math.isnan(value) else value for name, value in self.iou.items()}
-        return {**asdict(self), "iou": iou, "macs_share": self.macs_share}
+        return self._named({**asdict(self), "iou": iou, "macs_share": self.macs_share})
 
 
 @torch.inference_mode()
@@ -70,7 +81,7 @@ def evaluate_segmentation(
     device = next(model.parameters()).device
     counts = torch.zeros(classes, classes, dtype=torch.int64, device=device)
     sums = torch.zeros(5, dtype=torch.float64, device=device)  # loss, MACs, active, dense, images
-    for x_BCHW, labels_BHW in batches_for(model, batches):
+    for x_BCHW, labels_BHW in batches_for(model, batches, doing="evaluating"):
         size, images, output = size_of(x_BCHW), len(x_BCHW), model(x_BCHW)
         counts += confusion(output.logits.argmax(dim=1), labels_BHW, classes)
         dense = torch.tensor(dense_macs(model, size) * images)

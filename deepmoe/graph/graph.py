@@ -17,6 +17,7 @@ from deepmoe.graph import functions
 from deepmoe.graph.capture import capture, evaluation_mode, one_tensor
 from deepmoe.graph.channels import BATCH, Call, Channels, Shapes, tensors_in
 from deepmoe.graph.narrow import narrowed
+from deepmoe.progress import progress
 
 SMALL = 64  # pixels a side: enough to tell channels apart, and quick
 OTHER_SIZES = ((9, 6), (32, 64))  # more than the images that a network is captured with
@@ -175,10 +176,12 @@ def describe(module: nn.Module, images: Tensor) -> Graph:
         raise UserError("this network is gated already")
     if not any(isinstance(m, nn.Conv2d) for m in module.modules()):
         raise UserError(f"the network {type(module).__name__} has no convolution")
-    program = capture(module, images)
-    _check_weights(module, program)
-    fixed = _size_is_fixed(program, module, images)
-    return build(program, module, images.shape[1], (images.shape[2], images.shape[3]), fixed=fixed)
+    with progress("capturing the network"):
+        program = capture(module, images)
+        _check_weights(module, program)
+        fixed = _size_is_fixed(program, module, images)
+        size = images.shape[2], images.shape[3]
+        return build(program, module, images.shape[1], size, fixed=fixed)
 
 
 def _check_arguments(module: Any, images: Any) -> None:

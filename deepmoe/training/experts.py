@@ -98,6 +98,6 @@ def features_of_images(model: HardMoE, images: Loader) -> Tensor:
     most = max(1, min(MOST_IMAGES, MOST_VALUES // model.embedding.dim))
     found = [
         model.embedding(x_BCHW).float().cpu()
-        for x_BCHW, _ in batches_for(model, images.epoch(0), most)
+        for x_BCHW, _ in batches_for(model, images.epoch(0), most, "clustering images")
     ]
     return torch.cat(found)

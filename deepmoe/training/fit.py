@@ -38,6 +38,7 @@ from deepmoe.hard_moe import HardMoE
 from deepmoe.layers import ScaleFactors
 from deepmoe.model import DeepMoE
 from deepmoe.processes import from_first_process
+from deepmoe.progress import progress, showing
 from deepmoe.registry import config_of
 from deepmoe.sources import is_source
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
@@ -122,7 +123,8 @@ def fit(*arguments: Any, **options: Any) -> FitResult:
             inspect.signature(run).bind(*arguments, **options)
         except TypeError as error:
             raise UserError(f"fit was called with wrong arguments: {error}") from error
-        return run(*arguments, **options)
+        with showing(not options.get("quiet")):
+            return run(*arguments, **options)
     if isinstance(first, nn.Module):
         raise UserError("fit trains gated models: give it deepmoe.gate(network, images)")
     raise UserError(f"fit takes a configuration or a model first, not {type(first).__name__}")
@@ -213,7 +215,8 @@ def _run(
         start = start_from(train.start, model, data.info, config)
         if prunes(config):
             began = time.perf_counter()
-            model, config = pruned_start(model, start, config, data)
+            with progress(f"removing channels by {train.prune_by}"):
+                model, config = pruned_start(model, start, config, data)
             prune_seconds = time.perf_counter() - began
     if isinstance(model, HardMoE) and not resumed and not model.has_centroids:
         with fabric.autocast():  # as in the steps to come

@@ -24,6 +24,7 @@ from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
 from deepmoe.model import can_be_captured
+from deepmoe.progress import followed
 from deepmoe.training.teachers import Teachers, beside
 
 FORMAT = "deepmoe-lessons"
@@ -101,7 +102,7 @@ def write_lessons(
     count = len(plain.split)
     images = ViewLoader(plain, views, seed, torch.arange(count), count)
     heard = []
-    for number in range(views):
+    for number in followed(range(views), "teachers look", views, "views"):
         heard.append(torch.cat([teachers(x_BCHW).half() for x_BCHW in images.view(number)]).cpu())
     outputs_VNC = torch.stack(heard)
     if not bool(outputs_VNC.isfinite().all()):

@@ -1,19 +1,20 @@
-"""The log of a run: JSONL and TensorBoard for programs, a progress bar or lines for people."""
+"""The log of a run: JSONL and TensorBoard for programs, lines and progress for people."""
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-from deepmoe.console import make_console, noticing_closed_output, printable
+from deepmoe.console import say
 from deepmoe.errors import UserError
 from deepmoe.files import write_atomically
+from deepmoe.progress import Progress, is_shown, progress
 
 METRICS_NAME = "metrics.jsonl"
+FIGURES_EVERY = 2.0  # seconds: figures of an epoch under way cost a wait for the device
 
 
 class RunLog:
@@ -42,9 +43,9 @@ class RunLog:
         self.path = folder / METRICS_NAME
         self.title = title
         self.quiet = quiet
-        self.console = make_console()
         self.writer = _make_writer(folder / "tensorboard", finished) if tensorboard else None
-        self._bar: tuple[Progress, TaskID] | None = None
+        self._work: Progress | None = None
+        self._figured_at = 0.0
         lines = {line["epoch"]: line for line in (*read_metrics(self.path), *recovered)}
         kept = [json.dumps(lines[epoch]) + "\n" for epoch in sorted(lines) if epoch <= finished]
         write_atomically(self.path, "".join(kept).encode())
@@ -73,44 +74,38 @@ class RunLog:
 
     def _print(self, line: str) -> None:
         if not self.quiet:
-            with noticing_closed_output():
-                self.console.print(printable(line))
+            say(line)
 
     @property
-    def watched(self) -> bool:
-        """Whether somebody sees a progress bar: its figures cost a wait for the device."""
-        return self._bar is not None
+    def wants_figures(self) -> bool:
+        """Whether somebody watches, and has seen no new figures for a while."""
+        due = time.monotonic() - self._figured_at >= FIGURES_EVERY
+        return due and self._work is not None and is_shown()
 
     @contextmanager
     def progress(self, done: int, total: int) -> Iterator[None]:
-        """Shows a progress bar over all batches of a run, where a terminal is watching."""
-        if self.quiet or not self.console.is_terminal:
-            yield
-            return
-        columns = (
-            TextColumn(self.title, markup=False),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=self.console, transient=True) as bar:
-            self._bar = (bar, bar.add_task("", total=total, completed=done))
+        """Shows how many batches of the whole run are done."""
+        with progress(self.title, total, "batches", done) as self._work:
             try:
                 yield
             finally:
-                self._bar = None
+                self._work = None
 
-    def advance(self, done: int, figures: dict[str, float] | None = None) -> None:
-        """Moves the progress bar, with figures of the epoch so far."""
-        if self._bar is None:
+    def advance(self, done: int, epoch: str, figures: dict[str, float] | None = None) -> None:
+        """So many batches are done; with figures of the epoch so far."""
+        if self._work is None:
             return
-        bar, task = self._bar
-        bar.update(task, completed=done)
+        self._work.done = done
+        now = f"epoch {epoch}"
         if figures is not None:
-            text = f"loss {figures['loss']:.3f}, accuracy {figures['train_accuracy']:.1%}"
+            self._figured_at = time.monotonic()
+            now += f", loss {figures['loss']:.3f}"
+            now += f", accuracy in training {figures['train_accuracy']:.1%}"
             if "macs_share" in figures:
-                text += f", MACs {figures['macs_share']:.1%}"
-            bar.update(task, description=text)
+                now += f", MACs {figures['macs_share']:.1%}"
+        elif self._work.note.startswith(f"{now},"):
+            return  # the last figures of this epoch still hold
+        self._work.note = now
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

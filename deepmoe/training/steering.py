@@ -163,7 +163,7 @@ class AgentSteering:
         """The mean cost of images under a shift, as a share of the dense one."""
         self.heads.shift.fill_(shift)
         total = images = 0.0
-        for x_BCHW, _ in batches_for(model, batches, CALIBRATION_IMAGES):
+        for x_BCHW, _ in batches_for(model, batches, CALIBRATION_IMAGES, "meeting the budget"):
             macs = count_macs(model, size_of(x_BCHW), model(x_BCHW).gates)
             total, images = total + float(macs.double().sum()), images + len(x_BCHW)
         return total / images / self.dense

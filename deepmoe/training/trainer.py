@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,7 +15,7 @@ from deepmoe.budget import MacsBudget
 from deepmoe.checkpoint import CheckpointStore, TrainState, save_checkpoint
 from deepmoe.config import RunConfig
 from deepmoe.costs import count_macs, dense_macs
-from deepmoe.data import Batch, DataInfo, DataSource, derive_seed
+from deepmoe.data import Batch, DataInfo, DataSource, Loader, derive_seed
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import OutputClosed, TrainingDiverged, TrainingInterrupted, UserError
 from deepmoe.evaluation import Evaluation, SegmentationEvaluation, evaluate_on
@@ -49,6 +49,19 @@ class _Stopped(Exception):
 
 class _DataFailed(Exception):
     """Training images could not be had."""
+
+
+class _UntilStopped:
+    """Images of a loader, until there is a wish to stop."""
+
+    def __init__(self, loader: Loader, check_wish: Callable[[], None]) -> None:
+        self.loader, self.check_wish = loader, check_wish
+        self.images = loader.images
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.loader:
+            self.check_wish()
+            yield batch
 
 
 class Trainer:
@@ -167,7 +180,7 @@ class Trainer:
             "stage": stage.name,
             "lr": learning_rate(train, epoch),
             **losses,
-            **(_reported(self.result, self.data.evaluation_name) if self.result else {}),
+            **(_reported(self.result) if self.result else {}),
             "skipped_images": int(sum_over_processes(skipped)) + self.data.evaluation.skipped,
             "seconds": round(time.perf_counter() - start, 3),
         }
@@ -268,9 +281,9 @@ class Trainer:
                 self._stop(where, state)
             self._save(state)
         if self.log is not None:
-            figures = self._figures(totals, gates) if look and self.log.watched else None
+            figures = self._figures(totals, gates) if look and self.log.wants_figures else None
             at = epoch * self.data.train.batches_per_epoch + done
-            self._tell(partial(self.log.advance, at, figures))
+            self.log.advance(at, f"{epoch + 1}/{self.config.train.total_epochs}", figures)
 
     def _tell(self, tell: Callable[[], None]) -> None:
         """Tells the person watching; if nobody can be told any more, that is a wish to stop."""
@@ -345,17 +358,15 @@ class Trainer:
         try:
             with self.fabric.autocast():
                 images = self.data.evaluation
-                batches = images if trained is None else self._until_stopped(images)
-                return evaluate_on(self.model, self.data.info, batches)
+                batches = images if trained is None else _UntilStopped(images, self._check_wish)
+                return evaluate_on(self.model, self.data.info, batches, self.data.evaluation_name)
         except _Stopped:
             assert trained is not None
             self._stop(f"while epoch {trained.epoch + 1} was evaluated", trained)
 
-    def _until_stopped(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches:
-            if self._wish is not None and process_count() == 1:
-                raise _Stopped  # several would have to agree on it: they stop in the next epoch
-            yield batch
+    def _check_wish(self) -> None:
+        if self._wish is not None and process_count() == 1:
+            raise _Stopped  # several would have to agree on it: they stop in the next epoch
 
     def _learn_codebook(self, codes: int) -> RouteCodebook:
         def learn() -> RouteCodebook:
@@ -477,12 +488,11 @@ def epoch_figures(totals: Tensor) -> dict[str, float]:
     }
 
 
-def _reported(result: Result, evaluated_on: str) -> dict[str, Any]:
+def _reported(result: Result) -> dict[str, Any]:
     values = result.as_dict()
     values["evaluation_loss"] = values.pop("loss")
     return {
         **values,
         "accuracy": result.accuracy,
         "embedding_accuracy": result.embedding_accuracy,
-        "evaluated_on": evaluated_on,
     }

@@ -1,6 +1,7 @@
 """The measurement of exits runs, and says what it measured."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -84,8 +85,12 @@ def test_accuracies_are_those_of_the_model(tmp_path: Path) -> None:
 def test_a_table_for_people(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, HEADS[0])
     printed = run("bench", "exits", path, "--batch", 90)
-    assert "without" in printed and "images/s" in printed and "100.0%" in printed
-    assert "test images, cpu, float32" in printed
+    sentence, *_ = printed.splitlines()
+    assert re.match(r"without exits [\d.]+ ms, with exits [\d.]+ ms: .+; accuracy ", sentence)
+    assert "360 test images" in printed and "images/s; cpu, float32" in printed
+    assert printed.endswith(f"next: deepmoe export {path}\n")
+    assert "images_per_second: " not in printed
+    assert "images_per_second: " in run("bench", "exits", path, "--batch", 90, "--details")
 
 
 @pytest.mark.parametrize("gates", HEADS)

@@ -91,7 +91,7 @@ def test_gates_on_the_residual_stream() -> None:
     set_routes(model, (32, 32), density=0.5)
     base = create_model("resnet18", gates=None).eval()
     subject = Subject(model, None, base, torch.randn(2, 3, 32, 32))
-    values, _ = bench_sparse(subject, dtype=torch.float32, rounds=1, compile_dense=False)
+    values = bench_sparse(subject, dtype=torch.float32, rounds=1, compile_dense=False).values
     assert values["max_error"] <= 1e-4 and values["rerouted"] == 0
 
 

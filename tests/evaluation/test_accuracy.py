@@ -1,3 +1,6 @@
+import json
+from dataclasses import FrozenInstanceError, replace
+
 import numpy as np
 import pytest
 import torch
@@ -73,3 +76,19 @@ def test_a_dense_network_has_a_record_without_gates() -> None:
     record = collect_gates(dense, BATCHES, tuple("abcdefghij"))
     assert record.gates == () and record.exited is None and len(record) == 8
     assert set(record.macs) == {record.dense_macs} == {count_macs(dense, 16)}
+
+
+def test_an_evaluation_tells_of_itself(model) -> None:
+    result = replace(evaluate(model, BATCHES), exited=0.25, evaluated_on="test")
+    values = json.loads(json.dumps(result.as_dict()))
+    assert values["evaluated_on"] == "test" and values["macs_share"] == result.macs_share
+    rows = [line.split(maxsplit=1) for line in str(result).splitlines()]
+    assert ["accuracy", f"{result.accuracy:.2%}"] in rows
+    assert "8 (test)" in str(result) and "25.0%" in str(result)
+    assert [bar.get_width() for bar in result.plot().axes[0].patches] == [
+        result.dense_macs / 1e6,
+        result.macs / 1e6,
+    ]
+    assert "evaluated_on" not in evaluate(model, BATCHES).as_dict()
+    with pytest.raises(FrozenInstanceError):
+        result.loss = 0.0

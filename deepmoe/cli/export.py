@@ -1,0 +1,104 @@
+"""The verb `export`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from deepmoe.cli.common import data_option, json_option, network_option, parse_size
+from deepmoe.cli.examples import example
+from deepmoe.console import say
+from deepmoe.errors import UserError
+
+if TYPE_CHECKING:
+    from deepmoe.checkpoint import Checkpoint
+    from deepmoe.data import DataSource
+    from deepmoe.export import Format, Route
+
+USE = {
+    "onnx": "onnxruntime.InferenceSession({path!r}).run(None, {{'images': images}})",
+    "torch-export": "torch.export.load({path!r}).module()(images)",
+}
+
+
+@click.command(**example("deepmoe export runs/quickstart/deepmoe/last.safetensors --format onnx"))
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["onnx", "torch-export"]),
+    default="onnx",
+    show_default=True,
+    help="For ONNX Runtime, or for PyTorch without deepmoe.",
+)
+@click.option(
+    "--route",
+    type=click.Choice(["static", "codes"]),
+    help="Of a gated network. static: the channels that most images run, for all images. codes: "
+    "those of each image's code. [default: codes where it has some]",
+)
+@click.option("--codes", type=int, help="Find so many codes, where a gated network has none.")
+@click.option("--out", type=click.Path(path_type=Path), help="The file. [beside CHECKPOINT]")
+@click.option("--input", "size", metavar="PX", help="Pixels a side, or HEIGHTxWIDTH.")
+@data_option
+@network_option
+@json_option
+def export(
+    checkpoint: Path,
+    format_: "Format",
+    route: "Route | None",
+    codes: int | None,
+    out: Path | None,
+    size: str | None,
+    overrides: tuple[str, ...],
+    network: str | None,
+    as_json: bool,
+) -> None:
+    """Write CHECKPOINT as a file for other runtimes, with the savings in it; check it and time it.
+
+    Routes are found on training images of CHECKPOINT's data, or of what --set data... names.
+    """
+    from deepmoe.checkpoint import load_checkpoint
+    from deepmoe.export import export_checkpoint
+    from deepmoe.export.formats import ENDINGS, check_installed
+
+    check_installed(format_)
+    out = out or checkpoint.with_suffix(ENDINGS[format_])
+    if out.exists():
+        raise UserError(f"{out} is there already: choose another --out")
+    asked = None if size is None else parse_size(size)
+    loaded = load_checkpoint(checkpoint, network=network)
+    data = _data_of(loaded, overrides, route, codes)
+    result = export_checkpoint(
+        loaded, out, format=format_, route=route, codes=codes, data=data, size=asked
+    )
+    if as_json:
+        say(json.dumps(result.as_dict(), indent=2))
+        return
+    say(result)
+    say(f"next, in Python: {USE[format_].format(path=str(out))}")
+
+
+def _data_of(
+    loaded: "Checkpoint", overrides: tuple[str, ...], route: "Route | None", codes: int | None
+) -> "DataSource | None":
+    """The data to find a route and to check on; `None` where it is gone, but not needed."""
+    from deepmoe.cli.checkpoints import changed_data
+    from deepmoe.config import GIVEN
+    from deepmoe.data import open_data
+    from deepmoe.export.networks import needs_images
+
+    config = changed_data(loaded.config, overrides)
+    if config.data.name == GIVEN:
+        return None
+    try:
+        return open_data(config.data, batch_size=config.train.batch_size, info=loaded.info)
+    except UserError as error:
+        if overrides:
+            raise
+        if needs_images(loaded.model, route, codes):
+            raise UserError(
+                f"{error}; the route is found on training images: --set data.root=PATH names them"
+            ) from error
+        return None

@@ -1,0 +1,162 @@
+"""The verb `predict`."""
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deepmoe.cli.common import json_option, network_option, next_command, sparse_option
+from deepmoe.cli.examples import example
+from deepmoe.console import complain, say
+from deepmoe.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from deepmoe.checkpoint import Checkpoint
+    from deepmoe.evaluation import SegmentationPrediction
+    from deepmoe.evaluation.prediction import Answer
+
+LEGEND_NAME = "legend.png"
+
+
+@click.command(**example("deepmoe predict runs/quickstart/deepmoe/last.safetensors photos/"))
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--top", default=3, show_default=True, help="How many classes to tell.")
+@click.option("--csv", "table", type=click.Path(path_type=Path), help="Also write a CSV file.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="For segmentation: folder of the pictures, NAME.classes.png and NAME.overlay.png for each "
+    "image, and legend.png.",
+)
+@network_option
+@sparse_option
+@json_option
+def predict(
+    checkpoint: Path,
+    images: tuple[Path, ...],
+    top: int,
+    table: Path | None,
+    out: Path | None,
+    network: str | None,
+    sparse: bool,
+    as_json: bool,
+) -> None:
+    """Classify IMAGES with CHECKPOINT, or segment them, and tell what each one cost.
+
+    IMAGES are files, folders, or patterns such as "photos/**/*.jpg". Images that can't be read are
+    reported, and the others answered; the exit code is 2 then.
+    """
+    from deepmoe.checkpoint import load_checkpoint
+    from deepmoe.evaluation import SegmentationPrediction, Unanswered
+    from deepmoe.evaluation.prediction_csv import predictions_csv
+    from deepmoe.files import write_atomically
+
+    if table is not None and table.is_dir():
+        raise UserError(f"--csv takes a file, and {table} is a folder")
+    loaded = load_checkpoint(checkpoint, network=network)
+    pictures = None if out is None else Pictures(out, loaded)
+    if sparse:
+        from deepmoe.sparse import Plan, sparsify
+
+        # A few images are not worth the time that it takes to find the fastest way.
+        loaded = replace(loaded, model=sparsify(loaded.model, plan=Plan()))
+    answers: list[dict[str, Any]] = []
+    for answer in _answers(loaded, images, out, top):
+        answers.append(answer.as_dict())
+        if isinstance(answer, Unanswered):
+            complain(f"Error: {answer}")
+            continue
+        if pictures is not None and isinstance(answer, SegmentationPrediction):
+            answers[-1]["pictures"] = [str(path) for path in pictures.write(answer)]
+        if not as_json:
+            say(answer)
+    if table is not None:
+        write_atomically(table, predictions_csv(answers).encode())
+    failed = sum("error" in answer for answer in answers)
+    if as_json:
+        say(json.dumps(answers, indent=2))
+    elif len(answers) > failed:
+        _tell_end(answers, failed, [str(path) for path in (table, out) if path is not None])
+        if loaded.model.gated or loaded.model.exit_at is not None:
+            next_command("deepmoe bench sparse", checkpoint, network)
+    if failed:
+        sys.exit(UserError.exit_code)
+
+
+def _answers(
+    loaded: "Checkpoint", images: tuple[Path, ...], out: Path | None, top: int
+) -> "Iterator[Answer]":
+    """What is said of each image; a path that stands for none has an answer that says so."""
+    from deepmoe.data.image_paths import image_files
+    from deepmoe.evaluation import Unanswered, predict_each
+    from deepmoe.progress import progress
+
+    found: list[Path | Unanswered] = []
+    for given in images:
+        try:
+            found += image_files(given, [] if out is None else [out])
+        except UserError as error:
+            found.append(Unanswered(str(given), str(error)))
+    answers = predict_each(loaded, [item for item in found if isinstance(item, Path)], top)
+    with progress("predicting", len(found), "images") as work:
+        for item in found:
+            yield next(answers) if isinstance(item, Path) else item
+            work.advance()
+    next(answers, None)  # a mistake of the model is told even where there is no image
+
+
+def _tell_end(answers: list[dict[str, Any]], failed: int, written: list[str]) -> None:
+    from deepmoe.costs import format_macs
+
+    good = [answer for answer in answers if "error" not in answer]
+    if len(answers) > 1:
+        macs, ms = (sum(answer[key] for answer in good) / len(good) for key in ("macs", "ms"))
+        lost = f"; {failed} could not be read" if failed else ""
+        say(f"{len(good):,} images: {format_macs(macs)} MACs and {ms:.1f} ms on average{lost}")
+    for path in written:
+        say(f"written: {path}")
+
+
+class Pictures:
+    """The pictures that a segmentation leaves in a folder.
+
+    Args:
+        folder: is made if it is not there.
+        loaded: a model that segments.
+    """
+
+    def __init__(self, folder: Path, loaded: "Checkpoint") -> None:
+        from deepmoe.evaluation.segmentation_prediction import legend
+
+        if loaded.info.task != "segmentation":
+            raise UserError("--out takes the pictures of a segmentation: this model classifies")
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--out takes a folder, and {folder} is a file")
+        self.folder = folder
+        self.names: set[str] = {LEGEND_NAME}
+        self._save(LEGEND_NAME, legend(loaded.info.class_names))
+
+    def write(self, answer: "SegmentationPrediction") -> list[Path]:
+        """The classes, and the image under their colours."""
+        stem = Path(answer.image).stem
+        while f"{stem}.classes.png" in self.names:  # an image of another folder is called so
+            stem += "_"
+        pictures = {"classes": answer.coloured(), "overlay": answer.overlay()}
+        return [self._save(f"{stem}.{kind}.png", image) for kind, image in pictures.items()]
+
+    def _save(self, name: str, picture: "Image") -> Path:
+        from deepmoe.files import write_atomically
+
+        self.names.add(name)
+        drawn = io.BytesIO()
+        picture.save(drawn, format="PNG")
+        write_atomically(self.folder / name, drawn.getvalue())
+        return self.folder / name
