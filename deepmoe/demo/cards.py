@@ -18,7 +18,7 @@ STYLE = """
 .moe { line-height: 1.45; }
 .moe h2 { font-size: 1.6rem; margin: 0 0 .6rem; }
 .moe h3 { font-size: .95rem; margin: 1.4rem 0 .4rem; font-weight: 600; }
-.moe .row { display: grid; grid-template-columns: 9rem 1fr 12rem; gap: .8rem; margin: .25rem 0;
+.moe .row { display: grid; grid-template-columns: 9rem 1fr 8rem; gap: .8rem; margin: .25rem 0;
   align-items: center; }
 .moe .name { overflow-wrap: anywhere; }
 .moe .bar { background: #e2e8f0; border-radius: 4px; height: .8rem; overflow: hidden; }
@@ -31,6 +31,9 @@ STYLE = """
 .moe p.error { background: #fef2f2; color: #991b1b; border-radius: 6px; padding: .7rem 1rem; }
 .moe img.channels { width: 100%; background: white; border-radius: 6px; }
 .moe img.seen { display: block; max-width: 100%; border-radius: 6px; }
+#samples .grid-container { grid-template-columns: repeat(8, 1fr) !important; gap: 4px;
+  min-height: 0; height: auto; }
+#samples .thumbnail-item { height: auto; aspect-ratio: 1; }
 .moe img.small { image-rendering: pixelated; }
 """
 EMPTY = '<div class="moe"><p class="told">Drop an image to see what the network does.</p></div>'
@@ -109,14 +112,12 @@ def _costs(shown: Shown) -> list[str]:
         _row("dense network", answer.dense_macs / longest, format_macs(answer.dense_macs), None),
         "<h3>Time</h3>",
     ]
-    if shown.dense_ms is None:
-        return [*found, _row("this image", 1.0, f"{answer.ms:.2f} ms")]
-    slowest = max(answer.ms, shown.dense_ms)
-    return [
-        *found,
-        _row("this image", answer.ms / slowest, f"{answer.ms:.2f} ms"),
-        _row("dense network", shown.dense_ms / slowest, f"{shown.dense_ms:.2f} ms", None),
-    ]
+    slowest = max(answer.ms, shown.dense_ms or 0.0)
+    found.append(_row("this image", answer.ms / slowest, f"{answer.ms:.2f} ms"))
+    if shown.dense_ms is not None:
+        told = f"{shown.dense_ms:.2f} ms"
+        found.append(_row("dense network", shown.dense_ms / slowest, told, None))
+    return found if shown.note is None else [*found, _told(shown.note)]
 
 
 def _channels(shown: Shown) -> list[str]:

@@ -8,15 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from deepmoe.analysis.names import readable_data
 from deepmoe.checkpoint import Checkpoint
 from deepmoe.console import say
 from deepmoe.data import open_data
-from deepmoe.demo.page import HOSTS, make_app
+from deepmoe.demo.guard import HOSTS
+from deepmoe.demo.page import make_app
 from deepmoe.demo.showing import Demo
 from deepmoe.errors import UserError
 from deepmoe.extras import require
 
-SAMPLES = 16  # test images to choose from
+SAMPLES = 8  # test images to choose from
 
 
 def serve(checkpoint: Checkpoint, port: int, *, browser: bool) -> None:
@@ -48,10 +50,11 @@ def make_server(checkpoint: Checkpoint, folder: Path) -> Any:
     import uvicorn
 
     samples = _test_images(checkpoint, folder)
-    app = make_app(Demo(checkpoint), checkpoint.config.model.name, folder, samples)
+    config = checkpoint.config
+    title = f"{config.model.name} on {readable_data(config.data)}"
+    app = make_app(Demo(checkpoint), title, folder, samples)
     # Pages that stay open keep a connection each: they are not waited for.
-    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
-    return uvicorn.Server(config)
+    return uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
 
 
 @contextmanager
@@ -89,7 +92,7 @@ def _test_images(checkpoint: Checkpoint, folder: Path) -> list[Path]:
         return []
     x_BCHW, _ = next(iter(data.evaluation))
     paths = []
-    for number, pixels_CHW in enumerate(checkpoint.info.to_pixels(x_BCHW), start=1):
+    for number, pixels_CHW in enumerate(checkpoint.info.to_pixels(x_BCHW[:SAMPLES]), start=1):
         paths.append(folder / f"test-image-{number}.png")
         Image.fromarray(pixels_CHW.permute(1, 2, 0).numpy()).save(paths[-1])
     return paths
