@@ -100,7 +100,7 @@ def set_budget(model: DeepMoE, runs: DeepMoE, slider: Slider, x_BCHW: Tensor, va
     Raises:
         UserError: for what is no number in the slider's range.
     """
-    if not slider.low - STEP <= value <= slider.high + STEP:  # false for NaN, too
+    if not slider.low <= value <= slider.high:  # false for NaN, too
         raise UserError(f"a budget is from {slider.low:g} to {slider.high:g}, not {value:g}")
     if slider.by == "exits":
         level = NEVER if value >= 1 else value
@@ -126,10 +126,13 @@ def _thresholds_for(model: DeepMoE, x_BCHW: Tensor, share: float) -> Tensor | No
         left = close_small(g_C, level * means_C)[None].split(widths, dim=1)
         return int(count_macs(model, size, left)) <= most
 
-    if fits(0.0):
+    levels = (g_C / means_C)[g_C > 0].unique()
+    if fits(0.0) or not len(levels):
         return model.thresholds
-    largest = float((g_C / means_C.clamp_min(torch.finfo(g_C.dtype).tiny)).max())
-    thresholds_C = least(fits, 0.0, 2 * largest) * means_C
+    # Between gates, and not at one: the engine's differ in the last digits.
+    between = torch.cat([(levels[1:] + levels[:-1]) / 2, 2 * levels[-1:]]).tolist()
+    place = least(lambda place: fits(between[int(place)]), 0, len(between) - 1)
+    thresholds_C = between[int(place)] * means_C
     if model.thresholds is None:
         return thresholds_C
     return torch.maximum(thresholds_C, model.thresholds)

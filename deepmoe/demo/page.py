@@ -125,7 +125,7 @@ def _choice(gradio: Any, samples: Sequence[Path], image: Any) -> None:
         columns=len(samples),
         show_label=False,
         container=False,
-        height="auto",
+        height=70,
         allow_preview=False,
         interactive=False,
         buttons=[],

@@ -3,7 +3,7 @@
 import socket
 import tempfile
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def serve(checkpoint: Checkpoint, port: int, *, browser: bool) -> None:
     """
     require("demo", "gradio")
     with listening(port) as listener, tempfile.TemporaryDirectory(prefix="deepmoe-demo-") as folder:
-        server = make_server(checkpoint, Path(folder))
+        server = make_server(checkpoint, Path(folder), sample_images(checkpoint, Path(folder)))
         address = f"http://{HOSTS[0]}:{listener.getsockname()[1]}/"
         say(f"the demo is at {address} (Ctrl-C ends it)")
         if browser:
@@ -45,11 +45,11 @@ def serve(checkpoint: Checkpoint, port: int, *, browser: bool) -> None:
             say("the demo has ended")
 
 
-def make_server(checkpoint: Checkpoint, folder: Path) -> Any:
-    """A uvicorn server of the page, which keeps uploads in a folder."""
+def make_server(checkpoint: Checkpoint, folder: Path, samples: Sequence[Path] = ()) -> Any:
+    """A uvicorn server of the page, which keeps uploads in a folder, where samples lie too."""
+    require("demo", "gradio")
     import uvicorn
 
-    samples = _test_images(checkpoint, folder)
     config = checkpoint.config
     title = f"{config.model.name} on {readable_data(config.data)}"
     app = make_app(Demo(checkpoint), title, folder, samples)
@@ -79,7 +79,7 @@ def listening(port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _test_images(checkpoint: Checkpoint, folder: Path) -> list[Path]:
+def sample_images(checkpoint: Checkpoint, folder: Path) -> list[Path]:
     """Images to start with, where the data is built in: nobody has those as files."""
     from PIL import Image
 
