@@ -10,6 +10,7 @@ import click
 
 from deepmoe.cli.checkpoints import Opened, open_checkpoint
 from deepmoe.cli.common import as_typed, data_option, json_option, network_option
+from deepmoe.cli.examples import example
 from deepmoe.console import print_table, say
 from deepmoe.errors import UserError
 
@@ -24,7 +25,7 @@ images_option = click.option(
 )
 
 
-@click.command()
+@click.command(**example("deepmoe report runs/quickstart/deepmoe/last.safetensors"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
     "--out",
@@ -71,7 +72,7 @@ def report(
     say(f"in depth: {_command('analyze', checkpoint, overrides, network)}")
 
 
-@click.command()
+@click.command(**example("deepmoe analyze runs/quickstart/deepmoe/last.safetensors"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
     "--out",

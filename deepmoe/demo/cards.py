@@ -122,7 +122,8 @@ def _costs(shown: Shown) -> list[str]:
 
 def _channels(shown: Shown) -> list[str]:
     if not shown.layers:
-        return [_told("This network has no gates: all of its channels ran.")]
+        early = shown.answered_by == "embedding"
+        return [] if early else [_told("There are no gates: all channels of the network ran.")]
     ran = [layer.ran for layer in shown.layers]
     total, count = sum(map(len, ran)), sum(map(sum, ran))
     source = as_data_uri(channel_plot([layer.name for layer in shown.layers], ran))

@@ -47,6 +47,7 @@ def make_app(demo: Demo, title: str, folder: Path, samples: Sequence[Path] = ())
     app.add_middleware(Guard, folder=folder)
     system = ["system-ui", "sans-serif"]  # others are fetched from elsewhere
     theme = gradio.themes.Default(primary_hue="blue", font=system, font_mono=["monospace"])
+    theme.set(block_info_text_color="*neutral_500")
     return gradio.mount_gradio_app(
         app,
         _blocks(demo, title, folder, samples),

@@ -181,10 +181,9 @@ class Demo:
         if self.engine_note is not None:
             return f"PyTorch ran this, which computes all channels: {self.engine_note}."
         if dense_ms is not None and ms >= dense_ms:
-            return (
-                "No time was saved: in a network this small, choosing channels costs more time "
-                "than skipping them saves."
-            )
+            gated = self.checkpoint.model.gated
+            why = ": choosing channels took longer than running them all" if gated else ""
+            return f"No time was saved{why}."
         return None
 
     def _expert(self, x_BCHW: Tensor) -> tuple[int, int] | None:
