@@ -10,6 +10,7 @@ from demo_models import NASTY, make
 from PIL import Image
 
 from deepmoe.demo import showing
+from deepmoe.demo.page import QUIET
 from deepmoe.demo.server import listening, make_server
 
 pytest.importorskip("gradio")
@@ -41,6 +42,8 @@ def address(folder: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch, listening(0) as listener:
         for name in ("WARM_UP_ROUNDS", "TIMED_ROUNDS"):
             patch.setattr(showing, name, 1)
+        for name in (*QUIET, "GRADIO_TEMP_DIR"):  # set by the page, and not to stay for other tests
+            patch.setenv(name, "")
         sample = folder / "sample.png"
         Image.new("RGB", (8, 8), "red").save(sample)
         server = make_server(make("gated"), folder, [sample])
