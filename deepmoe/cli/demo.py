@@ -15,9 +15,7 @@ PORT = 7860
 @click.command(**example("deepmoe demo runs/quickstart/deepmoe/last.safetensors"))
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
 @network_option
-@click.option(
-    "--port", default=PORT, show_default=True, type=click.IntRange(1, 65535), help="To listen at."
-)
+@click.option("--port", default=PORT, show_default=True, help="To listen at.")
 @click.option("--no-browser", is_flag=True, help="Only print the address.")
 def demo(checkpoint: Path | None, network: str | None, port: int, no_browser: bool) -> None:
     """Show on a local web page what CHECKPOINT does with your images, and what that costs.
@@ -28,6 +26,8 @@ def demo(checkpoint: Path | None, network: str | None, port: int, no_browser: bo
     from deepmoe.extras import require
 
     require("demo", "gradio")
+    if not 1 <= port <= 65535:
+        raise UserError(f"--port is from 1 to 65535, not {port}")
     if checkpoint is None:
         if not QUICKSTART.is_file():
             raise UserError(f"{QUICKSTART} is not there: run deepmoe quickstart first")

@@ -59,13 +59,11 @@ def make_server(checkpoint: Checkpoint, folder: Path, samples: Sequence[Path] = 
 
 @contextmanager
 def listening(port: int) -> Iterator[socket.socket]:
-    """A socket that listens at a port of this machine, for this machine.
+    """A socket that listens at a port of this machine, for this machine; 0 is any that is free.
 
     Raises:
         UserError: where the port can't be had.
     """
-    if not 0 <= port <= 65535:
-        raise UserError(f"--port is from 1 to 65535, not {port}")
     with socket.socket() as listener:
         # Else the port of a demo that has just ended could not be had for a minute.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
