@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from deepmoe.analysis.names import file_size, in_plot, readable_layers
@@ -63,6 +64,30 @@ def layer_plot(routes: Routes) -> Figure:
     axes.set(xlabel="channels that run, %", xlim=(0, 100))
     axes.invert_yaxis()
     figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def channel_plot(names: Sequence[str], ran: Sequence[Sequence[bool]]) -> Figure:
+    """Which channels of each layer ran for an image: a strip for each layer, a cell a channel.
+
+    Args:
+        names: of the layers, as people read them.
+        ran: for each layer, whether each of its channels did.
+    """
+    figure, axes = new_figure(7.6, max(1.2, 0.5 + 0.22 * len(names)))
+    colours = ListedColormap([PALE, ACCENT])
+    for place, channels in enumerate(ran):
+        strip = np.array([channels], dtype=float)
+        extent = (0, 1, place + 0.4, place - 0.4)
+        axes.imshow(
+            strip, cmap=colours, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="none"
+        )
+        told = f"{int(strip.sum())} of {strip.size}"
+        axes.text(1.01, place, told, va="center", fontsize=8)
+    axes.set_yticks(range(len(names)), [in_plot(name) for name in names], fontsize=8)
+    axes.set(xlim=(0, 1), ylim=(len(names) - 0.5, -0.5), xticks=[])
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(left=False)
     return figure
 
 

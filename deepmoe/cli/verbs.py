@@ -10,6 +10,7 @@ from deepmoe.cli.analysis import analyze, report
 from deepmoe.cli.bench import bench
 from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint
 from deepmoe.cli.compare import compare
+from deepmoe.cli.demo import demo
 from deepmoe.cli.examples import missing
 from deepmoe.cli.exits import exits
 from deepmoe.cli.export import export
@@ -87,6 +88,7 @@ for verb in (
     teach,
     evaluate_checkpoint,
     predict,
+    demo,
     exits,
     curve,
     cut,
