@@ -111,19 +111,28 @@ def targets_table() -> str:
     return markdown_table(["figure", "target", "reached", "met"], rows)
 
 
+def cheapest_pair(name: str) -> dict[str, Any]:
+    """The cheapest model with exits that is about as accurate as a pruned network."""
+    enough = statistics.fmean(pruned(name)["accuracy"]) - WITHIN
+    good = [
+        point[kind]
+        for point in experiment(FRONT)["values"]["vgg16"]
+        for kind in KINDS
+        if kind in point and statistics.fmean(point[kind]["accuracy"]) >= enough
+    ]
+    return min(good, key=lambda pair: statistics.fmean(pair["macs"]))
+
+
+def pruned(name: str) -> dict[str, Any]:
+    """A pruned network without exits, by the name of its run."""
+    return _static()[name]
+
+
 def saved_table() -> str:
     """How much cheaper a model with exits is than a pruned network of its accuracy."""
     rows = []
     for name in ("vgg16_12", "vgg16_20", "vgg16_30", "vgg16_40", "vgg16_54"):
-        alone = _static()[name]
-        enough = statistics.fmean(alone["accuracy"]) - WITHIN
-        good = [
-            point[kind]
-            for point in experiment(FRONT)["values"]["vgg16"]
-            for kind in KINDS
-            if kind in point and statistics.fmean(point[kind]["accuracy"]) >= enough
-        ]
-        pair = min(good, key=lambda pair: statistics.fmean(pair["macs"]))
+        alone, pair = pruned(name), cheapest_pair(name)
         first, second, _, _, accuracy, _ = _pair_cells(pair)
         saved = f"{1 - statistics.fmean(pair['macs']) / alone['macs']:.0%}"
         rows.append((_named(name), _accuracy(alone), first, second, accuracy, saved))

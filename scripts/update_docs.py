@@ -26,6 +26,7 @@ from benchmark_tables import (
     train_speed_table,
 )
 from compare_tables import held_out_table, methods_table, published_table, small_table
+from config_reference import config_tables
 from exit_tables import (
     embedding_table,
     field_table,
@@ -46,11 +47,12 @@ from experiment_tables import (
     quickstart_table,
     sweep_table,
 )
+from readme_tables import headline_table, latency_sentence, networks_table
 from recipe_tables import (
     cost_curves,
-    headline_table,
     ingredients_table,
     parts_table,
+    runs_table,
     targets_table,
 )
 from result_files import BENCHMARKS, EXPERIMENTS, ROOT
@@ -88,6 +90,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "models": models_table,
     "quickstart": quickstart_table,
     "headline": headline_table,
+    "latency": latency_sentence,
+    "all-networks": partial(networks_table, shown=None),
+    "configuration": config_tables,
+    "networks": networks_table,
+    "recipe-runs": runs_table,
     "targets": targets_table,
     "parts": parts_table,
     "ingredients": ingredients_table,
