@@ -4,7 +4,7 @@
 
 Time does not depend on what weights say, but on how many there are: so these are networks of the
 same kind and cost, evenly narrowed, and random routes over as many channels as run in the trained
-model. All run by the sparse engine, with batch norms folded, and take turns in blocks of a few runs.
+model. All run by the sparse engine, with batch norms folded, and take turns in blocks.
 A block counts by its fastest run, which other work on the machine has disturbed least.
 """
 

@@ -32,7 +32,7 @@ PruneBy = Literal[
 class ModelConfig:
     """The base network. What is unset is left at the model's own default."""
 
-    # the network: of the zoo, or timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID, package.module:factory
+    # of the zoo, or timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID, package.module:factory
     name: str = "resnet20"
     classes: int | None = None  # unset: as many as the data has
     pretrained: bool = False  # timm, torchvision, hf: start from trained weights

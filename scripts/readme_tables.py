@@ -51,7 +51,7 @@ def headline_table() -> str:
         rows.append((*(entry[key] for key in header[:4]), *cells))
     table = markdown_table(header, rows)
     about = (
-        "*ms*: one image, one CPU core, networks of these shapes with random weights, by our engine. "
+        "*ms*: one image, one CPU core, networks of these shapes, random weights, by our engine. "
         "With exits it is calculated from both stages and the share of images that stop early."
     )
     return f"{table}\n\n{about} {origin(timed)}"
