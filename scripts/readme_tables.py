@@ -17,7 +17,7 @@ FIRST, SECOND = "pruned to 12 %", "pruned to 54 %"  # the stages of the model wi
 SHOWN = {  # of each kind of network one, for the README
     *("deepmoe vgg16", "deepmoe resnet56", "deepmoe drn_a_50", "timm resnet50", "timm seresnet50"),
     *("hf RegNet", "timm mobilenetv3_large_100", "timm efficientnet_b0", "timm convnext_tiny"),
-    *("timm dla34", "torchvision densenet121", "torchvision googlenet"),
+    "torchvision densenet121",
 }
 TRIED = ("counts", "gates", "removal", "sparse engine")
 OBVIOUS = ("is the network's output", "is read by the classifier")  # the same in every network
