@@ -71,9 +71,9 @@ class HeadsConfig:
     # relu, noisy-topk: from the embedding; fbs, rnp: from what each layer reads, without one;
     # scale: the same for all images, for train.prune_by = "sss"
     kind: HeadsKind = "relu"
-    init: str | None = (
-        None  # see layers.heads.initialise; unset: by kind, and spread under a budget
-    )
+    # how gates start, such as "split(0.72)": see layers.heads.initialise; unset: by kind, and spread
+    # under a budget
+    init: str | None = None
     share: float = 0.5  # of a layer's channels that noisy top-k and fbs keep
     # noisy-topk: what a layer's gates sum to, for each image: their number, so that a gate is one
     # on average, or one, as in the paper. Over hundreds of channels that leaves each too small
@@ -171,9 +171,8 @@ class TrainConfig:
     channel_floor: float = 0.05  # share of each layer's channels that a budget leaves running
     codes: int | None = None  # frozen stage: gates come from a codebook of so many routes
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
-    precision: Literal["auto", "64-true", "32-true", "bf16-mixed"] = (
-        "auto"  # auto: bf16-mixed on CUDA
-    )
+    # auto: bf16-mixed on CUDA
+    precision: Literal["auto", "64-true", "32-true", "bf16-mixed"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"  # auto: on CUDA
     cuda_graphs: Literal["auto", "off"] = "auto"  # auto: on one CUDA device
     sync_bn: bool = False  # batch norm over the whole batch, not over each device's part

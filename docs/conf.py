@@ -12,7 +12,6 @@ include_patterns = ["*.md", "docs/*.md", "*/README.md", "experiments/*/README.md
 exclude_patterns = [".*", "**/.*", "build", "runs", "data"]
 myst_heading_anchors = 4  # the anchors that GitHub gives, so that links work in both places
 nitpicky = True
-suppress_warnings = ["toc.empty_glob"]
 html_theme = "furo"
 html_title = "deepmoe"
 html_static_path: list[str] = []

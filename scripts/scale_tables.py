@@ -52,14 +52,14 @@ def shape_of(name: str, size: int, wide: float) -> Shape:
 
     hooks = [m.register_forward_hook(count) for m in network.modules() if isinstance(m, nn.Conv2d)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logits = network(torch.zeros(2, 3, size, size))
+        logits = network(torch.zeros(1, 3, size, size))
     for hook in hooks:
         hook.remove()
     weights = sum(p.numel() for p in network.parameters())
     of_weights = 4 * sum(p.numel() for p in network.parameters() if p.data_ptr() in saved)
     del logits
-    per_image = (sum(saved.values()) - of_weights) // 2
-    return Shape(count_macs(model.gating, size), outputs[0] // 2, per_image, weights)
+    kept = sum(saved.values()) - of_weights
+    return Shape(count_macs(model.gating, size), outputs[0], kept, weights)
 
 
 class Rates(NamedTuple):

@@ -1,5 +1,6 @@
 """The documents say what the code does."""
 
+import dataclasses
 import importlib
 import re
 import shutil
@@ -17,11 +18,14 @@ from torch import nn
 import deepmoe
 from deepmoe import registry
 from deepmoe.cli import main
+from deepmoe.config import RunConfig
 from deepmoe.description import gated_share
 from deepmoe.results import write_result
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
+from config_reference import config_keys  # noqa: E402
+from scale_tables import BETWEEN, shape_of, step_seconds  # noqa: E402
 from update_docs import DOCUMENTS, PARTS, PLOTS, as_svg, filled  # noqa: E402
 
 each_document = pytest.mark.parametrize(
@@ -219,3 +223,28 @@ def test_what_the_page_on_analysis_shows_runs(capsys) -> None:
     assert made["routes"].distinct == 1  # its gates are all open
     assert made["shuffling"].total.own == made["shuffling"].total.shuffled
     assert capsys.readouterr().out
+
+
+def test_every_configuration_key_is_described() -> None:
+    rows = [
+        row
+        for table in dataclasses.fields(RunConfig)
+        for row in config_keys(table.name, table.type)
+    ]
+    assert len(rows) == sum(len(dataclasses.fields(t.type)) for t in dataclasses.fields(RunConfig))
+    assert all(len(description) > 5 for *_, description in rows)
+    by_key = {row[0]: row[1:] for row in rows}
+    assert by_key["`train.batch_size`"][:3] == ("int", "`128`", "2 to 10,000,000")
+    assert by_key["`train.prune`"][:3] == ("float", "unset", "above 0, up to 1")
+    assert by_key["`train.teacher`"][0] == "path or list of paths"
+
+
+def test_a_plan_for_many_machines_follows_from_one_gpu() -> None:
+    shape = shape_of("resnet56", 32, 1.0)
+    alone, apart = step_seconds(shape, 1, 1), step_seconds(shape, 8, 8)
+    summed = 2 * 63 / 64 * 4 * shape.weights / BETWEEN  # a ring sends nearly all of it twice
+    assert apart == pytest.approx([seconds + summed for seconds in alone])
+    assert shape.macs == deepmoe.count_macs(deepmoe.create_model("resnet56", gates=None).gating, 32)
+    assert shape.weights == sum(
+        p.numel() for p in deepmoe.create_model("resnet56", gates=None).network.parameters()
+    )
