@@ -71,8 +71,8 @@ class HeadsConfig:
     # relu, noisy-topk: from the embedding; fbs, rnp: from what each layer reads, without one;
     # scale: the same for all images, for train.prune_by = "sss"
     kind: HeadsKind = "relu"
-    # how gates start, such as "split(0.72)": see layers.heads.initialise; unset: by kind, and spread
-    # under a budget
+    # how gates start, such as "split(0.72)"; see layers.heads.initialise. Unset: by kind, and
+    # spread under a budget
     init: str | None = None
     share: float = 0.5  # of a layer's channels that noisy top-k and fbs keep
     # noisy-topk: what a layer's gates sum to, for each image: their number, so that a gate is one
