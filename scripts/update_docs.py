@@ -32,6 +32,7 @@ from exit_tables import (
     field_table,
     front_curves,
     front_table,
+    headline_curves,
     pairs_table,
     saved_table,
     speed_table,
@@ -143,6 +144,7 @@ DOCUMENTS = [
 PLOTS = {
     ROOT / "docs" / "costs.svg": cost_curves,
     ROOT / "docs" / "exits.svg": front_curves,
+    ROOT / "docs" / "headline.svg": headline_curves,
 }
 
 

@@ -100,7 +100,7 @@ def test_pages_that_need_nothing_run(page: str, capsys) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_the_page_on_exits_runs() -> None:
-    model = deepmoe.create_model("resnet20", classes=3, widths=[4] * 9, gates=None, exits=True)
+    model = deepmoe.create_model("vgg11", classes=3, widths=[64] * 8, gates=None, exits=True)
     images, labels = torch.randn(40, 3, 32, 32), torch.arange(40) % 3
     model.embedding.project.weight.data.mul_(20)  # some confident, some not
     with torch.no_grad():
