@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint format docs clean
+.PHONY: quickstart test lint format docs site clean
 
 quickstart: $(VENV)/.installed  ## Train a small DeepMoE and its dense twin, and compare them
 	$(BIN)/deepmoe quickstart --overwrite
@@ -23,8 +23,12 @@ format: $(VENV)/.installed-dev  ## Bring the code into the house style
 docs: $(VENV)/.installed-dev  ## Bring the generated tables and the plot in the documents up to date
 	$(BIN)/python scripts/update_docs.py
 
+site: $(VENV)/.installed-dev  ## Build the documentation as a site, in build/site
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -c docs . build/site
+	@echo "open build/site/index.html"
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) build runs
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

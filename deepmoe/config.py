@@ -31,17 +31,18 @@ PruneBy = Literal[
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The base network. `None` leaves an option at the model's own default."""
+    """The base network. What is unset is left at the model's own default."""
 
     # of the zoo, or timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID, package.module:factory
     name: str = "resnet20"
-    classes: int | None = None  # None: as many as the data has
+    classes: int | None = None  # unset: as many as the data has
     pretrained: bool = False  # timm, torchvision, hf: start from trained weights
-    wide: float = 1.0
-    widths: Widths | None = None
+    wide: float = 1.0  # factor on the gated widths; in a VGG, on all widths
+    widths: Widths | None = None  # the gated widths one by one, or a name such as w13-all
+    # of residual networks: with gates after both inner convolutions (a), or after the 3x3 alone (b)
     block: Literal["basic", "bottleneck-a", "bottleneck-b"] | None = None
-    gates: Gates = "inner"  # inner, all, names of layers; none: the dense twin
-    gate_last: bool | None = None
+    gates: Gates = "inner"  # inside residual blocks, all, or named layers; none: the dense twin
+    gate_last: bool | None = None  # VGG: gate the last convolution too, as in the paper
     # There is an embedding, also without gates: it may answer images itself (`deepmoe exits`).
     exits: bool = False
     kept: tuple[int, ...] | None = None  # channels that train.prune has left of each group
@@ -53,14 +54,15 @@ class ModelConfig:
 class EmbeddingConfig:
     """What looks at the image first: a shallow network, or a narrow one (`network`)."""
 
+    # what its softmax is over: classes, or free mixture weights (latent); network: a narrow network
     form: Literal["classes", "latent", "network"] = "classes"
-    dim: int = 32  # of the `latent` form
-    widths: tuple[int, ...] | None = None  # None: the model's own default
+    dim: int = 32  # of the `latent` form: number of mixture weights
+    widths: tuple[int, ...] | None = None  # of its convolutions; unset: the model's own default
     shrink: int = 1  # it looks at the mean of so many pixels by so many: 2 for large images
     task_gradient: bool = True  # false: it learns from its own loss alone, not through the gates
     # `network`: what is left of train.start at this share of the MACs looks first.
     prune: float | None = None
-    kept: tuple[int, ...] | None = None  # channels that this has left of each group
+    kept: tuple[int, ...] | None = None  # channels that embedding.prune has left of each group
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class HeadsConfig:
     # relu, noisy-topk: from the embedding; fbs, rnp: from what each layer reads, without one;
     # scale: the same for all images, for train.prune_by = "sss"
     kind: HeadsKind = "relu"
-    init: str | None = None  # see layers.heads.initialise; None: by kind, and spread under a budget
+    # how gates start, such as "split(0.72)"; see layers.heads.initialise. Unset: by kind, and
+    # spread under a budget
+    init: str | None = None
     share: float = 0.5  # of a layer's channels that noisy top-k and fbs keep
     # noisy-topk: what a layer's gates sum to, for each image: their number, so that a gate is one
     # on average, or one, as in the paper. Over hundreds of channels that leaves each too small
@@ -79,7 +83,7 @@ class HeadsConfig:
     # fbs: of the first weights, in units of He's, which are the paper's. Small ones start as the
     # network itself does and choose much the same channels for all images, large ones differ more.
     spread: float = 0.1
-    groups: int = 4  # rnp: into which a layer's channels are parted; an action runs the first few
+    groups: int = 4  # rnp: groups of a layer's channels; an action runs the first few
     hidden: int = 32  # rnp: width of the agent's recurrent cell
     penalty: float = -0.1  # rnp: reward of a group beyond the first; a budget moves it
     lr_scale: float = 1.0  # their learning rate, in units of train.lr
@@ -89,6 +93,7 @@ class HeadsConfig:
 class DataConfig:
     """The data set and its augmentation."""
 
+    # which data set, or which layout of files
     name: Literal[
         "digits",
         "cifar10",
@@ -101,8 +106,8 @@ class DataConfig:
     root: str = "data"  # folder, or for files of images a zip of it
     size: int | None = None  # pixels a side, where there is a choice: digits, image-folder
     holdout: int = 0  # training images set aside to choose recipes on, instead of the test set
-    mirror: bool = True
-    crop_padding: int = 4  # of small images
+    mirror: bool = True  # mirror half of the training images
+    crop_padding: int = 4  # small images: pixels around an image that a random crop may take
     resize: int = 256  # image-folder: shorter side before the centre crop of evaluation
     min_area: float = 0.08  # image-folder: smallest share of an image that a random crop takes
     color_jitter: float = 0.4  # image-folder: of brightness, contrast and saturation
@@ -118,15 +123,15 @@ class DataConfig:
 class LossConfig:
     """Weights of the objective's parts; both weights are zero in the fine-tune stage."""
 
-    sparsity: Schedule = 0.0  # lambda
-    l1: Literal["sum", "mean"] = "sum"
-    embedding: Schedule = 1.0  # mu
+    sparsity: Schedule = 0.0  # lambda: weight of the gates' L1 norm
+    l1: Literal["sum", "mean"] = "sum"  # of a layer's gates; mean divides by their number
+    embedding: Schedule = 1.0  # mu: weight of the embedding's own classification loss
     balance: float = 0.0  # load balancing for noisy top-k
     agent: float = 1.0  # rnp: by which the task's loss counts in the agent's reward
-    label_smoothing: float = 0.0
+    label_smoothing: float = 0.0  # share of a label that is spread over all classes
     distillation: float = 0.0  # share of the task's loss that compares with train.teacher
-    distillation_temperature: float = 4.0  # by which both networks' logits are divided there
-    embedding_distillation: float = 0.0  # share of the embedding's own loss that does so, too
+    distillation_temperature: float = 4.0  # both networks' logits are divided by it
+    embedding_distillation: float = 0.0  # share of the embedding's own loss that compares with it
     norm_sparsity: float = 0.0  # L1 of batch norms' scales, for train.prune_by = "slimming"
 
 
@@ -134,37 +139,41 @@ class LossConfig:
 class TrainConfig:
     """Both stages of training."""
 
-    epochs: int = 30  # joint stage; 0 to fine-tune alone what train.start has trained
-    finetune_epochs: int = 0  # frozen stage
-    batch_size: int = 128
-    lr: float = 0.1
+    epochs: int = 30  # of the joint stage; 0 to fine-tune alone what train.start has trained
+    finetune_epochs: int = 0  # of the frozen stage
+    batch_size: int = 128  # of all devices together
+    lr: float = 0.1  # the highest learning rate
     # one-cycle: of the joint stage, and another fall in the frozen one; long-cycle: one over both
     schedule: Literal["one-cycle", "long-cycle", "step", "constant"] = "one-cycle"
     milestones: tuple[int, ...] = ()  # of `step`, in epochs over both stages
-    lr_decay: float = 0.1  # of `step`
+    lr_decay: float = 0.1  # of `step`: factor at each milestone
     warmup: float = 0.2  # of a cycle: share of it in which the rate rises
     finetune_lr: float = 0.01  # of `one-cycle`: where the frozen stage's decay starts
-    momentum: float = 0.9
-    nesterov: bool = False
-    weight_decay: float = 5e-4
-    seed: int = 0
+    momentum: float = 0.9  # of SGD
+    nesterov: bool = False  # Nesterov's momentum
+    weight_decay: float = 5e-4  # of all weights but the heads'
+    seed: int = 0  # of first weights, order and crops
     # Checkpoint to start from: base network, and gates. From one without gates, new ones start
     # with the largest at its strongest channels.
     start: str | None = None
     # Share of the dense MACs to which the start's least important channels are removed, for good.
     prune: float | None = None
-    prune_widths: tuple[int, ...] | None = None  # or: channels to leave of each group
-    prune_by: PruneBy = "taylor"  # which ones go: a method of deepmoe.compare
+    prune_widths: tuple[int, ...] | None = None  # in its place: channels to leave of each group
+    prune_by: PruneBy = "taylor"  # which channels go: a method of `deepmoe compare`
     # taylor, strength: 0 leaves the same share of every group, 1 goes by worth for each MAC alone.
     prune_tilt: float = 0.5
     # Checkpoints whose mean output is learnt from, or what `deepmoe teach` has written of it.
     teacher: Paths | None = None
     target_macs: float | None = None  # budget: share of the dense MACs (up to 1), or a number
-    budget_ramp: tuple[float, float] = (0.1, 0.6)  # joint stage: where the cost falls to it
+    budget_ramp: tuple[float, float] = (
+        0.1,
+        0.6,
+    )  # part of the joint stage in which the cost falls to the target
     channel_floor: float = 0.05  # share of each layer's channels that a budget leaves running
     codes: int | None = None  # frozen stage: gates come from a codebook of so many routes
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "64-true", "32-true", "bf16-mixed"] = "auto"  # bf16-mixed on CUDA
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
+    # auto: bf16-mixed on CUDA
+    precision: Literal["auto", "64-true", "32-true", "bf16-mixed"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"  # auto: on CUDA
     cuda_graphs: Literal["auto", "off"] = "auto"  # auto: on one CUDA device
     sync_bn: bool = False  # batch norm over the whole batch, not over each device's part
@@ -173,7 +182,7 @@ class TrainConfig:
     checkpoint_epochs: int = 1  # a checkpoint every so many epochs, and at the end
     checkpoint_minutes: float = 10.0  # and within an epoch after so many minutes
     keep_checkpoints: int = 2  # newest ones of finished epochs; the best is kept besides
-    tensorboard: bool = False
+    tensorboard: bool = False  # also write metrics for TensorBoard
 
     @property
     def total_epochs(self) -> int:

@@ -11,7 +11,8 @@ ON_THE_WAY = ("fbs", "rnp")  # kinds of heads whose gates are made while the net
 TINY, HUGE = 1e-12, 1e12
 MOST_EMBEDDING_LAYERS = 16
 FEWEST_EXPERTS, MOST_EXPERTS = 2, 64
-_RANGES: dict[str, tuple[float, float]] = {
+SCHEDULES = ("loss.sparsity", "loss.embedding")  # numbers, or points (epoch, number)
+RANGES: dict[str, tuple[float, float]] = {
     "model.wide": (1e-3, 1e3),
     "embedding.dim": (1, 1e5),
     "embedding.widths": (1, 1e5),
@@ -35,6 +36,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "data.shift": (0, 1e4),
     "data.workers": (0, 1e3),
     "data.unreadable_limit": (0, 1),
+    "loss.sparsity": (0, HUGE),
+    "loss.embedding": (0, HUGE),
     "loss.balance": (0, HUGE),
     "loss.agent": (0, HUGE),
     "loss.label_smoothing": (0, 1),
@@ -81,18 +84,15 @@ def check_config(config: "RunConfig") -> None:
 
 
 def _check_ranges(config: "RunConfig") -> None:
-    for key, (low, high) in _RANGES.items():
+    for key, (low, high) in RANGES.items():
         table, _, name = key.partition(".")
         value = getattr(getattr(config, table), name)
+        if key in SCHEDULES and isinstance(value, tuple):
+            value = tuple(level for _, level in value)
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and not low <= number <= high:
                 shown = number if isinstance(number, float) or abs(number) < 1e18 else "so large"
                 raise UserError(f"{key} must lie from {low:g} to {high:g}, not be {shown}")
-    for name in ("sparsity", "embedding"):
-        schedule = getattr(config.loss, name)
-        levels = [v for _, v in schedule] if isinstance(schedule, tuple) else [schedule]
-        if not all(0 <= level <= HUGE for level in levels):
-            raise UserError(f"loss.{name} must lie from 0 to {HUGE:g}, not be {schedule}")
     if config.embedding.widths is not None and len(config.embedding.widths) > MOST_EMBEDDING_LAYERS:
         raise UserError(f"embedding.widths has at most {MOST_EMBEDDING_LAYERS} numbers")
     for key, pair in (

@@ -9,33 +9,35 @@ from deepmoe.results import markdown_table
 
 def train_speed_table() -> str:
     """Seconds a training epoch, and where the time of a batch goes."""
-    rows = []
     names = {"vgg16": "yes", "resnet56": "yes", "vgg16_without_graphs": "no"}
     results = [benchmark(f"train_speed_{name}") for name in names]
+    epochs, kernels, phases = [], [], []
     for graphs, values in zip(names.values(), (r["values"] for r in results), strict=True):
         for kind, seconds in values["seconds_per_epoch"].items():
-            ratio = values["ratio_to_dense"].get(kind, 1.0)
             low, high = values["spread"][kind]
-            spent = values.get("gpu_milliseconds_per_batch", values["milliseconds_per_batch"])[kind]
-            rows.append(
-                (
-                    values["model"],
-                    graphs,
-                    kind,
-                    f"{seconds:.2f} ({low:.2f} to {high:.2f})",
-                    f"{ratio:.2f}",
-                    ", ".join(f"{what} {time:.2f}" for what, time in spent.items()),
-                )
-            )
-    header = [
-        "network",
-        "CUDA graphs",
-        "kind",
-        "seconds an epoch",
-        "of dense",
-        "ms a batch: by kind of kernel, or by phase without graphs",
-    ]
-    return "\n\n".join([markdown_table(header, rows), *map(origin, results)])
+            times = f"{seconds:.2f}", f"{low:.2f} to {high:.2f}"
+            ratio = values["ratio_to_dense"].get(kind, 1.0)
+            epochs.append((values["model"], graphs, kind, *times, f"{ratio:.2f}"))
+            by_kernel = values.get("gpu_milliseconds_per_batch")
+            spent = (by_kernel or values["milliseconds_per_batch"])[kind]
+            rows = phases if by_kernel is None else kernels
+            rows.append({"network": values["model"], "kind": kind, **spent})
+    header = ["network", "CUDA graphs", "kind", "seconds an epoch", "spread", "of dense"]
+    return "\n\n".join(
+        [
+            markdown_table(header, epochs),
+            "Milliseconds a batch with CUDA graphs, by kind of kernel:",
+            _milliseconds_table(kernels),
+            "Milliseconds a batch without them, by phase:",
+            _milliseconds_table(phases),
+            *map(origin, results),
+        ]
+    )
+
+
+def _milliseconds_table(rows: list[dict[str, Any]]) -> str:
+    cells = [[c if isinstance(c, str) else f"{c:.2f}" for c in row.values()] for row in rows]
+    return markdown_table(list(rows[0]), cells)
 
 
 def input_speed_table() -> str:
@@ -58,25 +60,28 @@ SPARSE_COLUMNS = {
     "presliced": "sliced before",
     "dynamic": "dynamic",
     "codebook": "codebook",
-    "dense_wide_packed": "dense wide, packed",
-    "presliced_packed": "sliced, packed",
 }
+PACKED_COLUMNS = {"dense_wide_packed": "dense wide, packed", "presliced_packed": "sliced, packed"}
 
 
 def sparse_table(device: str) -> str:
     """What skipped channels save in inference, on one kind of device."""
     paths = sorted(BENCHMARKS.glob(f"sparse_{device}_*.json"))
     results = [benchmark(path.stem) for path in paths]
-    rows = []
+    times, gains = [], []
     for result in results:
         v = result["values"]
-        times = [_milliseconds(v, key) for key in SPARSE_COLUMNS]
-        gains = [f"{v['dense_wide_ms'] / v[f'{m}_ms']:.2f}" for m in ("dynamic", "codebook")]
-        model = result["command"].split()[3]
-        rows.append((model, v["batch"], f"{v['density']:.2f}", v["codes"], *times, *gains))
-    header = ["network, wide 2", "batch", "density", "codes", *SPARSE_COLUMNS.values()]
-    header += ["gain of dynamic", "gain of codebook"]
-    return "\n\n".join([markdown_table(header, rows), *map(origin, results)])
+        case = (result["command"].split()[3], v["batch"], f"{v['density']:.2f}", v["codes"])
+        times.append((*case, *(_milliseconds(v, key) for key in SPARSE_COLUMNS)))
+        fast = [f"{v['dense_wide_ms'] / v[f'{m}_ms']:.2f}" for m in ("dynamic", "codebook")]
+        gains.append((*case, *fast, *(_milliseconds(v, key) for key in PACKED_COLUMNS)))
+    header = ["network, wide 2", "batch", "density", "codes"]
+    both = [
+        markdown_table([*header, *SPARSE_COLUMNS.values()], times),
+        "How many times as fast as dense wide, and the packed networks:",
+        markdown_table([*header, "dynamic", "codebook", *PACKED_COLUMNS.values()], gains),
+    ]
+    return "\n\n".join([*both, *map(origin, results)])
 
 
 def sparse_grid_table(device: str) -> str:

@@ -14,6 +14,7 @@ FRONT = "cifar100_exits/front"
 WIDTHS = {"vgg16_3": "32-32-64-128", "vgg16_12": "64-64-128-256", "vgg16_30": "64-128-256-512"}
 SHOWN = (0.03, 0.06, 0.09, 0.11, 0.12, 0.2, 0.23, 0.3, 0.4, 0.54)  # of the dense MACs
 KINDS = {"embedding": "embedding", "network": "narrow network"}
+HEADLINE_SHARES = (0.1, 0.62)  # of the dense MACs, in the README's plot
 WITHIN = 0.001  # accuracies that are taken to be equal
 PUBLISHED = {34: (74.5, "BoostNet"), 72: (76.0, "L2W"), 109: (76.0, "L2W, at 72 M")}
 SPEED = {  # the second stage of each measurement
@@ -111,19 +112,28 @@ def targets_table() -> str:
     return markdown_table(["figure", "target", "reached", "met"], rows)
 
 
+def cheapest_pair(name: str) -> dict[str, Any]:
+    """The cheapest model with exits that is about as accurate as a pruned network."""
+    enough = statistics.fmean(pruned(name)["accuracy"]) - WITHIN
+    good = [
+        point[kind]
+        for point in experiment(FRONT)["values"]["vgg16"]
+        for kind in KINDS
+        if kind in point and statistics.fmean(point[kind]["accuracy"]) >= enough
+    ]
+    return min(good, key=lambda pair: statistics.fmean(pair["macs"]))
+
+
+def pruned(name: str) -> dict[str, Any]:
+    """A pruned network without exits, by the name of its run."""
+    return _static()[name]
+
+
 def saved_table() -> str:
     """How much cheaper a model with exits is than a pruned network of its accuracy."""
     rows = []
     for name in ("vgg16_12", "vgg16_20", "vgg16_30", "vgg16_40", "vgg16_54"):
-        alone = _static()[name]
-        enough = statistics.fmean(alone["accuracy"]) - WITHIN
-        good = [
-            point[kind]
-            for point in experiment(FRONT)["values"]["vgg16"]
-            for kind in KINDS
-            if kind in point and statistics.fmean(point[kind]["accuracy"]) >= enough
-        ]
-        pair = min(good, key=lambda pair: statistics.fmean(pair["macs"]))
+        alone, pair = pruned(name), cheapest_pair(name)
         first, second, _, _, accuracy, _ = _pair_cells(pair)
         saved = f"{1 - statistics.fmean(pair['macs']) / alone['macs']:.0%}"
         rows.append((_named(name), _accuracy(alone), first, second, accuracy, saved))
@@ -162,6 +172,17 @@ def front_curves() -> dict[str, list[dict[str, Any]]]:
             _point(statistics.fmean(pair["macs"]), dense, pair["accuracy"]) for pair in pairs
         ]
     return curves
+
+
+def headline_curves() -> dict[str, list[dict[str, Any]]]:
+    """The same for the README: static and ours, where the curves bend."""
+    curves = front_curves()
+    names = {"pruned alone": "static pruning", "narrow network first": "pruning and early exits"}
+    low, high = HEADLINE_SHARES
+    return {
+        title: [point for point in curves[name] if low <= point["macs_share"] <= high]
+        for name, title in names.items()
+    }
 
 
 def _point(macs: float, dense: float, accuracies: list[float]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The tables of recipe.md and README.md: what follows from the runs of several experiments."""
+"""The tables of recipe.md: what follows from the runs of several experiments."""
 
 import functools
 import tomllib
@@ -15,14 +15,20 @@ from deepmoe.results import markdown_table
 LEAST_ACCURACY = 0.6  # in the plot of costs: nobody would take what lies below
 
 
-def headline_table() -> str:
+def runs_table() -> str:
     """The best recipes next to networks without gates."""
-    rows = [(entry["network"], _row(entry["run"])) for entry in _comparisons()["headline"]]
+    rows = [(entry, row_of(entry["run"])) for entry in comparisons()["runs"]]
+    header = ["network", "method", "teachers", "epochs", "accuracy", "MACs", "seeds"]
     return markdown_table(
-        ["network", "accuracy", "MACs", "seeds"],
+        header,
         [
-            (network, percent(row, "accuracy"), format_macs(row["macs"]), row["seeds"])
-            for network, row in rows
+            (
+                *(entry[key] for key in header[:4]),
+                percent(row, "accuracy"),
+                format_macs(row["macs"]),
+                row["seeds"],
+            )
+            for entry, row in rows
         ],
     )
 
@@ -30,13 +36,13 @@ def headline_table() -> str:
 def parts_table() -> str:
     """What each part of the best recipe is worth."""
     header = ["part", "points", "on", "runs (and seeds)"]
-    return markdown_table(header, [(p["what"], *_measured(p)) for p in _comparisons()["parts"]])
+    return markdown_table(header, [(p["what"], *_measured(p)) for p in comparisons()["parts"]])
 
 
 def ingredients_table() -> str:
     """What a recipe can be made of, and what it was worth."""
     header = ["ingredient", "setting", "points", "on", "runs (and seeds)"]
-    rows = [(i["what"], i["setting"], *_measured(i)) for i in _comparisons()["ingredients"]]
+    rows = [(i["what"], i["setting"], *_measured(i)) for i in comparisons()["ingredients"]]
     return markdown_table(header, rows)
 
 
@@ -44,7 +50,7 @@ def _measured(pair: dict[str, str]) -> tuple[str, str, str]:
     """Points of accuracy between two runs, what they were evaluated on, and their names."""
     names = [pair["with"], pair["without"]]
     experiments = [name.split("/")[0] for name in names]
-    rows = [_row(name) for name in names]
+    rows = [row_of(name) for name in names]
     points = 100 * (rows[0]["accuracy"] - rows[1]["accuracy"])
     on = {images for name in experiments for images in evaluated_on(name)}
     if experiments[0] == experiments[1]:
@@ -105,10 +111,10 @@ def targets_table() -> str:
 
 def cost_curves() -> dict[str, list[dict[str, Any]]]:
     """Accuracy against cost: checkpoints that are cut, and models trained for each cost."""
-    dense = _row("cifar100_best/dense")["macs"]
+    dense = row_of("cifar100_best/dense")["macs"]
 
     def trained(*runs: str) -> list[dict[str, Any]]:
-        rows = [_row(run) for run in runs]
+        rows = [row_of(run) for run in runs]
         return [{"macs_share": r["macs"] / dense, "accuracy": r["accuracy"]} for r in rows]
 
     def of_gates(*runs: str) -> list[dict[str, Any]]:
@@ -129,11 +135,12 @@ def cost_curves() -> dict[str, list[dict[str, Any]]]:
 
 
 @functools.cache
-def _comparisons() -> dict[str, list[dict[str, str]]]:
+def comparisons() -> dict[str, list[dict[str, Any]]]:
+    """Which runs the tables show, and which pairs they compare."""
     return tomllib.loads(Path(__file__).with_name("comparisons.toml").read_text(encoding="utf-8"))
 
 
-def _row(name: str) -> dict[str, Any]:
+def row_of(name: str) -> dict[str, Any]:
     """The figures of a run, named EXPERIMENT/RUN, over its seeds."""
     sweep, _, run = name.partition("/")
     return rows_of(sweep)[run]

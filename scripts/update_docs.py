@@ -26,11 +26,13 @@ from benchmark_tables import (
     train_speed_table,
 )
 from compare_tables import held_out_table, methods_table, published_table, small_table
+from config_reference import config_tables
 from exit_tables import (
     embedding_table,
     field_table,
     front_curves,
     front_table,
+    headline_curves,
     pairs_table,
     saved_table,
     speed_table,
@@ -47,14 +49,16 @@ from experiment_tables import (
     sweep_table,
 )
 from paper_tables import names_table, page_tables
+from readme_tables import headline_table, latency_sentence, networks_table
 from recipe_tables import (
     cost_curves,
-    headline_table,
     ingredients_table,
     parts_table,
+    runs_table,
     targets_table,
 )
 from result_files import BENCHMARKS, EXPERIMENTS, ROOT
+from scale_tables import measured_table, memory_table, plan_table
 
 from deepmoe.analysis.plots import cost_curve_plot
 from deepmoe.costs import format_macs, zoo_costs
@@ -90,6 +94,14 @@ PARTS: dict[str, Callable[[], str]] = {
     "models": models_table,
     "quickstart": quickstart_table,
     "headline": headline_table,
+    "latency": latency_sentence,
+    "all-networks": partial(networks_table, shown=None),
+    "configuration": config_tables,
+    "scale-measured": measured_table,
+    "scale-plan": plan_table,
+    "scale-memory": memory_table,
+    "networks": networks_table,
+    "recipe-runs": runs_table,
     "targets": targets_table,
     "parts": parts_table,
     "ingredients": ingredients_table,
@@ -136,6 +148,7 @@ DOCUMENTS = [
 PLOTS = {
     ROOT / "docs" / "costs.svg": cost_curves,
     ROOT / "docs" / "exits.svg": front_curves,
+    ROOT / "docs" / "headline.svg": headline_curves,
 }
 
 

@@ -1,12 +1,12 @@
 """The documents say what the code does."""
 
+import dataclasses
 import importlib
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,18 @@ import pytest
 import third_party
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import deepmoe
 from deepmoe import registry
 from deepmoe.cli import main
+from deepmoe.config import RunConfig
 from deepmoe.description import gated_share
 from deepmoe.results import write_result
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
+from config_reference import config_keys  # noqa: E402
+from scale_tables import BETWEEN, shape_of, step_seconds  # noqa: E402
 from update_docs import DOCUMENTS, PARTS, PLOTS, as_svg, filled  # noqa: E402
 
 each_document = pytest.mark.parametrize(
@@ -34,7 +36,7 @@ each_document = pytest.mark.parametrize(
 def test_generated_tables_are_up_to_date() -> None:
     texts = [path.read_text() for path in DOCUMENTS]
     assert all(any(f"<!-- {name} -->" in text for text in texts) for name in PARTS)
-    assert "| `vgg16` | 32x32 | 100 | 12 | 14.77 M |" in texts[0]
+    assert any("| `vgg16` | 32x32 | 100 | 12 | 14.77 M |" in text for text in texts)
     assert [filled(text) for text in texts] == texts, "run `make docs`"
     assert filled("<!-- models -->\n<!-- /models -->") == filled(
         "<!-- models -->\nold\n<!-- /models -->"
@@ -147,16 +149,6 @@ def test_the_layout_is_that_of_the_imports() -> None:
     assert ["__main__", *reversed(told)] == contract["layers"]
 
 
-@pytest.fixture
-def one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In a folder of its own; networks are so small that threads would wait for each other."""
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def examples(document: str, language: str = "python") -> list[str]:
     """Code of a document: `python` is run as it is, `py` needs something that stands elsewhere."""
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
@@ -170,22 +162,18 @@ def run(document: str, code: list[str], names: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_python_examples_of_the_readme_run(capsys) -> None:
-    own, zoo = examples("README.md")
-    assert max(own.count("\n"), zoo.count("\n")) <= 15
-    run("README.md", [zoo], {})
-    assert capsys.readouterr().out
-    images = torch.randn(20, 3, 8, 8)
-    network = nn.Sequential(
-        *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 32, 3), nn.BatchNorm2d(32), nn.ReLU()),
-        *(nn.Conv2d(32, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)),
-    )
-    data = TensorDataset(images, torch.arange(20) % 2)
-    given = {"network": network, "images": images[:2]}
-    given |= {"train_dataset": data, "validation_dataset": data}
-    made = run("README.md", [own], given)
-    assert made["result"].evaluation.macs_share == pytest.approx(0.5, abs=0.05)
-    assert made["sparse"](images).logits.shape == (20, 2)
+def test_the_six_lines_of_the_readme_print_what_they_show(capsys) -> None:
+    """On what the README says: digits, and a network of three convolutions."""
+    given = run("digits", examples("docs/gate_your_own_network.md")[:1], {})
+    own = {"network": given["mynet"](), "images": given["images"][:2]}
+    own |= {"train_dataset": given["train"], "validation_dataset": given["validation"]}
+    capsys.readouterr()
+    (code,), (shown,) = examples("README.md"), examples("README.md", "text")
+    made = run("README.md", [code], own)
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert printed.split("%", 1)[1] == shown.strip().split("%", 1)[1]  # MACs, to the percent
+    assert abs(int(printed.split("%")[0]) - int(shown.split("%")[0])) <= 3
+    assert made["sparse"](given["images"][:4]).logits.shape == (4, 10)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -258,3 +246,28 @@ def test_what_the_page_on_analysis_shows_runs(capsys) -> None:
     assert made["routes"].distinct == 1  # its gates are all open
     assert made["shuffling"].total.own == made["shuffling"].total.shuffled
     assert capsys.readouterr().out
+
+
+def test_every_configuration_key_is_described() -> None:
+    rows = [
+        row
+        for table in dataclasses.fields(RunConfig)
+        for row in config_keys(table.name, table.type)
+    ]
+    assert len(rows) == sum(len(dataclasses.fields(t.type)) for t in dataclasses.fields(RunConfig))
+    assert all(len(description) > 5 for *_, description in rows)
+    by_key = {row[0]: row[1:] for row in rows}
+    assert by_key["`train.batch_size`"][:3] == ("int", "`128`", "2 to 10,000,000")
+    assert by_key["`train.prune`"][:3] == ("float", "unset", "above 0, up to 1")
+    assert by_key["`train.teacher`"][0] == "path or list of paths"
+
+
+def test_a_plan_for_many_machines_follows_from_one_gpu() -> None:
+    shape = shape_of("resnet56", 32, 1.0)
+    alone, apart = step_seconds(shape, 1, 1), step_seconds(shape, 8, 8)
+    summed = 2 * 63 / 64 * 4 * shape.weights / BETWEEN  # a ring sends nearly all of it twice
+    assert apart == pytest.approx([seconds + summed for seconds in alone])
+    assert shape.macs == deepmoe.count_macs(deepmoe.create_model("resnet56", gates=None).gating, 32)
+    assert shape.weights == sum(
+        p.numel() for p in deepmoe.create_model("resnet56", gates=None).network.parameters()
+    )
