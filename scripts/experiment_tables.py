@@ -134,6 +134,28 @@ def collapse_table() -> str:
     return f"{markdown_table(header, rows)}\n\n{origin(result)}"
 
 
+def literal_small_table() -> str:
+    """Readings of the literal recipe: a row for each norm, lambda and start of the heads."""
+    runs = runs_of("literal_small")
+    found: dict[tuple[str, float, str], dict[str, dict[str, Any]]] = {}
+    for run in runs.values():
+        loss, heads = run.settings["loss"], run.settings["heads"]
+        key = (loss["l1"], loss["sparsity"], heads["init"])
+        found.setdefault(key, {})[run.settings["embedding"]["form"]] = run.figures
+    rows = []
+    for (norm, sparsity, start), by_form in found.items():
+        cells = [
+            f"{by_form[form][key]:.1%}"
+            for form in ("classes", "latent")
+            for key in ("accuracy", "embedding_accuracy", "macs_share")
+        ]
+        rows.append((norm, f"{sparsity:g}", f"`{start}`", *cells))
+    header = ["norm", "lambda", "start of the heads"]
+    for form in ("classes", "latent"):
+        header += [f"{form}: accuracy", f"{form}: embedding", f"{form}: MACs"]
+    return f"{markdown_table(header, rows)}\n\n{origin(*(run.line for run in runs.values()))}"
+
+
 def curve_table(name: str, runs: Iterable[str], ending: str = "") -> str:
     """Accuracy and cost of an experiment's checkpoints, their small gates closed more and more."""
     found = [experiment(f"{name}/curve_{run}{ending}") for run in runs]

@@ -45,6 +45,7 @@ from experiment_tables import (
     curve_table,
     cut_table,
     dense_table,
+    literal_small_table,
     quickstart_table,
     sweep_table,
 )
@@ -91,6 +92,7 @@ FOUR = ("four", "four_many")
 SMALL = ("split_three", "many_costs", "many_costs_whole")
 PARTS: dict[str, Callable[[], str]] = {
     **{name: partial(sweep_table, name) for name in SWEEPS},
+    "literal_small": literal_small_table,
     "models": models_table,
     "quickstart": quickstart_table,
     "headline": headline_table,

@@ -18,7 +18,7 @@ def rows(plan: Plan) -> list[Row]:
         "dense": lambda wide, seed: plan.dense(DATA, NETWORK, seed, wide=wide),
         "DeepMoE, ours": lambda wide, seed: plan.ours(DATA, NETWORK, widths[wide], seed, wide=wide),
         "DeepMoE, literal": lambda wide, seed: plan.literal(
-            DATA, NETWORK, seed, wide=wide, sparsity=LAMBDA
+            DATA, NETWORK, seed, wide=wide, mean_sparsity=LAMBDA
         ),
     }
     return [

@@ -108,15 +108,20 @@ class Plan:
         seed: int,
         *,
         wide: float = 1.0,
-        sparsity: float | None = None,
+        mean_sparsity: float | None = None,
     ) -> str:
-        """The paper's recipe as it stands; `sparsity` is another lambda than that of `LITERAL`."""
+        """The paper's recipe as `LITERAL` reads it.
+
+        `mean_sparsity` is a lambda for the mean of a layer's gates instead: lambdas above one fit
+        no other reading.
+        """
         settings = {**LITERAL, **LITERAL_OF_DATA.get(data, {})}
         if NETWORKS[network].gates_last:
             settings |= LITERAL_LAST
         kind = "literal"
-        if sparsity is not None:
-            settings, kind = {**settings, "loss.sparsity": sparsity}, f"literal-{sparsity:g}"
+        if mean_sparsity is not None:
+            settings |= {"loss.l1": "mean", "loss.sparsity": mean_sparsity}
+            kind = f"literal-{mean_sparsity:g}"
         config = changed(self._base(data, network, wide, seed), settings)
         return self._add(_group(data, network, wide, kind), config)
 
