@@ -302,6 +302,23 @@ def test_a_row_that_can_not_be_measured_leaves_the_others(
     assert [line["method"] for line in rows] == ["start", "slimming", "dense"]
 
 
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [("measured.json", "dense_macs"), ("measured.json", "accuracy"), ("latency.json", "dense_ms")],
+)
+def test_figures_that_can_not_be_are_damage(
+    name: str, figure: str, compared: Path, preset: Path
+) -> None:
+    file = compared / "dense-seed0" / name
+    kept = file.read_text()
+    wrong = 0 if figure.startswith("dense") else float("nan")
+    file.write_text(json.dumps({**json.loads(kept), figure: wrong}))
+    options = ("--macs", "0.6", "--out", compared, "--latency-images", 3, "--no-train")
+    result = run(*METHODS, "--preset", preset, *options)
+    file.write_text(kept)
+    assert result.exit_code == 2 and f"{name} is damaged: remove it" in result.stderr
+
+
 def test_distillation_can_be_set(compared: Path) -> None:
     start = compared / "start-seed0" / "last.safetensors"
     asked = open_comparison(
