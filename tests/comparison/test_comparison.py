@@ -202,6 +202,7 @@ def test_teachers_are_trained_first(preset: Path) -> None:
         (("li", "--start", "START", "--teacher", "missing"), "no checkpoint at missing"),
         (("li", "--start", "START", "--set", "data.name=cifar10"), "images of 32 px"),
         (("ours-exits", "--preset", "PRESET", "--set", "data.holdout=0"), "that were held out"),
+        (("li", "--preset", "PRESET", "--no-train"), "holds no finished run of these methods"),
         (("li", "--preset", "PRESET", "--ray", "127.0.0.1:1"), "no Ray cluster can be reached"),
     ],
 )
@@ -234,6 +235,7 @@ def test_mistakes_are_told_in_one_sentence_before_any_work(
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1 and words in lines[0], result.stderr
     assert not list(tmp_path.glob("out/*/last.safetensors"))
+    assert "--no-train" not in arguments or not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_other_settings_is_refused(compared: Path, preset: Path) -> None:
