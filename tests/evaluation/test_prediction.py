@@ -126,8 +126,15 @@ def test_what_can_not_be_asked_gets_one_sentence(checkpoint, photos, tmp_path) -
         refused = deepmoe_cli("predict", checkpoint, photos / "a.jpg", *wrong)
         assert refused.exit_code == 2 and word in refused.stderr, refused.output
         assert len(refused.stderr.splitlines()) == 1
-    with pytest.raises(UserError, match="list of image files"):
-        deepmoe.predict(load_checkpoint(checkpoint), "a.jpg")
+    loaded = load_checkpoint(checkpoint)
+    for model, images, top, words in (
+        (loaded, "a.jpg", 3, "list of image files"),
+        (loaded, [0], 3, "names of image files, not 0"),
+        (loaded, ["a.jpg"], 1.5, "at least one"),
+        (loaded.model, ["a.jpg"], 3, "takes a checkpoint"),
+    ):
+        with pytest.raises(UserError, match=words):
+            deepmoe.predict(model, images, top)
 
 
 @pytest.fixture(scope="module")
