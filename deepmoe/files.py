@@ -48,6 +48,8 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Replaces a file in one step, after the new content has reached the disk."""
     draft = path.with_name(f"{path.name}.tmp")
     try:
+        if path.exists() and not path.is_file():  # /dev/null must not become a file
+            raise OSError(errno.EINVAL, "not a regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.unlink(missing_ok=True)  # it may lead elsewhere, or be a pipe that nobody reads
         with draft.open("wb") as file:
@@ -104,6 +106,25 @@ def check_writable(path: Path) -> None:
         raise UserError(
             f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
         ) from error
+
+
+def check_replaceable(path: Path, start: bytes) -> None:
+    """Refuses a place for a file that can't be written, or that holds somebody else's.
+
+    Args:
+        path: of the file.
+        start: what files of its kind begin with, and others don't.
+
+    Raises:
+        UserError: before work is spent on what to write.
+    """
+    check_writable(path)
+    try:
+        there = read_regular(path) if path.exists() else b""
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    if there and not there.startswith(start):
+        raise UserError(f"{path} is there already, and holds something else: choose another file")
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ import torch
 import deepmoe
 from deepmoe.files import write_atomically
 
+START = b'{\n  "command": '  # of a file of results
+
 
 def write_result(
     path: str | Path, values: Any, *, command: str, seed: int, device: torch.device | str

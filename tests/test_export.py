@@ -181,6 +181,8 @@ def test_what_can_not_be_exported_is_refused_in_one_sentence(tmp_path: Path, mon
         ((path, "--route", "static", "--codes", 2), ["--codes goes with"]),
         ((path, "--codes", 0), ["1 to 64 codes"]),
         ((path, "--out", tmp_path / "folder"), ["is there already"]),
+        ((path, "--out", path / "model.onnx"), ["is no folder"]),
+        ((path, "--input", 10**12), ["--input takes pixels"]),
         ((path, "--set", "data.root=x", "--set", "data.name=cifar10"), ["x"]),
         ((path, "--set", "model.name=vgg16"), ["--set changes data"]),
         ((tmp_path / "missing",), ["no checkpoint at"]),

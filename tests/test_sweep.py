@@ -351,6 +351,15 @@ def test_lines_that_are_no_results_are_named(swept, tmp_path: Path, content: str
         sweep(grid, tmp_path / "runs", tmp_path, command="test")
 
 
+@pytest.mark.parametrize("damage", [{"seed": "x"}, {"hardware": None}])
+def test_origins_that_can_not_be_are_named(swept, tmp_path: Path, damage: dict) -> None:
+    path = tmp_path / "runs.jsonl"
+    first = json.loads((swept[1] / "runs.jsonl").read_text().splitlines()[0])
+    path.write_text(json.dumps({**first, **damage}))
+    with pytest.raises(UserError, match=f"{next(iter(damage))} can't be"):
+        read_results(path)
+
+
 def test_two_results_of_one_run_are_refused(swept, tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_text(2 * (swept[1] / "runs.jsonl").read_text())

@@ -1,6 +1,7 @@
 """How much time exits save: the sparse engine with and without them, batch for batch."""
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from deepmoe.timing import timed
 # Batches to warm up with, until ways are chosen and graphs captured: no more of them, and once
 # there were a few no longer.
 MOST_WARM_UP, LEAST_WARM_UP, WARM_UP_SECONDS = 200, 3, 15.0
+MOST_THREADS_A_CORE = 4
 
 
 def bench_exits(
@@ -121,7 +123,14 @@ class ExitsBenchmark(Benchmark):
 
 @contextmanager
 def threads_of_cpu(count: int | None) -> Iterator[None]:
-    """So many threads, where a number is given."""
+    """So many threads, where a number is given.
+
+    Raises:
+        UserError: for many more than there are cores: far too many would end the process.
+    """
+    most = MOST_THREADS_A_CORE * (os.cpu_count() or 1)
+    if count is not None and not 1 <= count <= most:
+        raise UserError(f"there are 1 to {most} threads on this machine, not {count}")
     before = torch.get_num_threads()
     torch.set_num_threads(before if count is None else count)
     try:

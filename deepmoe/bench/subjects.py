@@ -10,6 +10,7 @@ from torch import Tensor
 from deepmoe.building import add_gates
 from deepmoe.checkpoint import Checkpoint, load_checkpoint
 from deepmoe.config import EmbeddingConfig, RunConfig, apply_overrides
+from deepmoe.costs import count_costs
 from deepmoe.data import open_data
 from deepmoe.data.interface import Loader
 from deepmoe.errors import UserError
@@ -66,6 +67,7 @@ def untrained_subject(
     torch.manual_seed(seed)
     model = create_model(name, size=size, **options).eval().to(device)
     size = size or usual_input(model)
+    count_costs(model, size)  # tells if images are too small for the network
     set_routes(model, size, density, seed=seed)
     coded = None
     if codes is not None:

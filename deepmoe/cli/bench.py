@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deepmoe.cli.checkpoints import open_checkpoint
+from deepmoe.cli.checkpoints import check_overrides, open_checkpoint
 from deepmoe.cli.common import (
     as_typed,
     data_option,
@@ -133,10 +133,15 @@ def bench_sparse_verb(
     from deepmoe.bench.sparse import bench_sparse
     from deepmoe.bench.subjects import trained_subject
     from deepmoe.devices import choose_device
+    from deepmoe.files import check_replaceable
+    from deepmoe.sparse.planner import START
 
     device = choose_device(device).type
     trained = Path(model).is_file()
     _check_options(trained)
+    check_overrides(overrides)
+    if save_plan is not None:
+        check_replaceable(save_plan, START)
     densities = [None] if trained else parse_numbers("--density", density, float)
     batches = parse_numbers("--batch", batch, int)
     if rounds < 1 or min(batches) < 1:
@@ -276,7 +281,7 @@ def bench_exits_verb(
                 data.evaluation,
                 batch=b,
                 dtype=dtype,
-                images=images,
+                images=None if images is None else there,
                 evaluated_on=on,
             )
             for b in batches

@@ -12,6 +12,8 @@ from deepmoe.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+MOST_SIDE = 100_000  # pixels, as of data.size
+
 set_option = click.option(
     "--set",
     "overrides",
@@ -35,9 +37,22 @@ sparse_option = click.option(
     "--sparse", is_flag=True, help="Run only the channels that the gates ask for."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _replaceable(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
+    """Refuses a file that is not one of results, before anything is measured."""
+    if path is not None:
+        from deepmoe.files import check_replaceable
+        from deepmoe.results import START
+
+        check_replaceable(path, START)
+    return path
+
+
 save_option = click.option(
     "--save",
     type=click.Path(path_type=Path),
+    callback=_replaceable,
     help="Also write the results as JSON, with command, hardware and versions.",
 )
 
@@ -73,7 +88,7 @@ def parse_size(text: str) -> tuple[int, int]:
         sides = [int(part) for part in text.lower().split("x")]
     except ValueError:
         sides = []
-    if len(sides) not in (1, 2) or min(sides) < 1:
+    if len(sides) not in (1, 2) or not 1 <= min(sides) <= max(sides) <= MOST_SIDE:
         raise UserError(f"--input takes pixels, such as 224 or 1024x2048, not {text!r}")
     return sides[0], sides[-1]
 

@@ -62,11 +62,13 @@ def export(
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.export import export_checkpoint
     from deepmoe.export.formats import ENDINGS, check_installed
+    from deepmoe.files import check_writable
 
     check_installed(format_)
     out = out or checkpoint.with_suffix(ENDINGS[format_])
     if out.exists():
         raise UserError(f"{out} is there already: choose another --out")
+    check_writable(out)
     asked = None if size is None else parse_size(size)
     loaded = load_checkpoint(checkpoint, network=network)
     data = _data_of(loaded, overrides, route, codes)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from deepmoe.evaluation.prediction import Answer
 
 LEGEND_NAME = "legend.png"
+MARK, MARKED = "Software", "deepmoe predict"  # in each picture: later calls replace only these
 
 
 @click.command(**example("deepmoe predict runs/quickstart/deepmoe/last.safetensors photos/"))
@@ -56,11 +58,13 @@ def predict(
     """
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.evaluation import SegmentationPrediction, Unanswered
-    from deepmoe.evaluation.prediction_csv import predictions_csv
-    from deepmoe.files import write_atomically
+    from deepmoe.evaluation.prediction_csv import START, predictions_csv
+    from deepmoe.files import check_replaceable, write_atomically
 
-    if table is not None and table.is_dir():
-        raise UserError(f"--csv takes a file, and {table} is a folder")
+    if table is not None:
+        check_replaceable(table, START)
+    if out is not None and out.is_dir() and os.path.realpath(out) in map(os.path.realpath, images):
+        raise UserError(f"--out is a folder of its own, and {out} that of the images")
     loaded = load_checkpoint(checkpoint, network=network)
     pictures = None if out is None else Pictures(out, loaded)
     if sparse:
@@ -79,7 +83,8 @@ def predict(
         if not as_json:
             say(answer)
     if table is not None:
-        write_atomically(table, predictions_csv(answers).encode())
+        # Names of files may hold bytes that are no text.
+        write_atomically(table, predictions_csv(answers).encode("utf-8", "backslashreplace"))
     failed = sum("error" in answer for answer in answers)
     if as_json:
         say(json.dumps(answers, indent=2))
@@ -142,21 +147,42 @@ class Pictures:
             raise UserError(f"--out takes a folder, and {folder} is a file")
         self.folder = folder
         self.names: set[str] = {LEGEND_NAME}
+        if self._is_foreign(LEGEND_NAME):
+            raise UserError(f"{folder / LEGEND_NAME} is there already: choose another --out")
         self._save(LEGEND_NAME, legend(loaded.info.class_names))
 
     def write(self, answer: "SegmentationPrediction") -> list[Path]:
         """The classes, and the image under their colours."""
-        stem = Path(answer.image).stem
-        while f"{stem}.classes.png" in self.names:  # an image of another folder is called so
-            stem += "_"
         pictures = {"classes": answer.coloured(), "overlay": answer.overlay()}
+        stem = Path(answer.image).stem
+        # An image of another folder may be called so, or something else lie here.
+        while any(
+            name in self.names or self._is_foreign(name)
+            for name in (f"{stem}.{kind}.png" for kind in pictures)
+        ):
+            stem += "_"
         return [self._save(f"{stem}.{kind}.png", image) for kind, image in pictures.items()]
 
+    def _is_foreign(self, name: str) -> bool:
+        """Whether there is something that an earlier call did not leave."""
+        from PIL import Image
+
+        path = self.folder / name
+        try:
+            with Image.open(path, formats=("PNG",)) as picture:
+                return bool(picture.info.get(MARK) != MARKED)
+        except (OSError, ValueError, SyntaxError):  # also where no file is, or no image
+            return os.path.lexists(path)
+
     def _save(self, name: str, picture: "Image") -> Path:
+        from PIL.PngImagePlugin import PngInfo
+
         from deepmoe.files import write_atomically
 
         self.names.add(name)
         drawn = io.BytesIO()
-        picture.save(drawn, format="PNG")
+        marked = PngInfo()
+        marked.add_text(MARK, MARKED)
+        picture.save(drawn, format="PNG", pnginfo=marked)
         write_atomically(self.folder / name, drawn.getvalue())
         return self.folder / name

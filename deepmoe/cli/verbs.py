@@ -24,7 +24,12 @@ from deepmoe.errors import OutputClosed, UserError
 from deepmoe.progress import showing
 
 MOST_CHARACTERS = 2000  # of a sentence; lists of names may be long
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "size calculation overflowed",
+)
 
 
 class Verbs(click.Group):

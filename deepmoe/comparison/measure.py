@@ -29,6 +29,7 @@ from deepmoe.training.log import METRICS_NAME, read_metrics
 
 EXITS_NAME = "exits.safetensors"
 MEASURED_NAME, LATENCY_NAME = "measured.json", "latency.json"
+MOST = 1e18  # of any figure that was measured
 Kept = TypeVar("Kept", "Measured", Latency)
 
 
@@ -188,6 +189,11 @@ def _keep(path: Path, figures: Kept) -> None:
 
 def _read(path: Path, kind: type[Kept]) -> Kept:
     try:
-        return from_plain(json.loads(read_regular(path)), kind)
+        figures = from_plain(json.loads(read_regular(path)), kind)
+        for name, value in vars(figures).items():
+            least = 1e-9 if name.startswith("dense_") else 0  # others are divided by these
+            if isinstance(value, int | float) and not least <= value < MOST:  # nan is not, either
+                raise ValueError(f"{name} can't be {value}")
+        return figures
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: remove it, and compare again") from error

@@ -74,9 +74,12 @@ def run_comparison(
     rows, out = rows_of(asked), Path(out)
     grid = comparison_grid(asked, rows, jobs)
     check_settings(grid, out, out / RESULTS_NAME)
+    ended = [] if train else [_is_finished(last_checkpoint(out, run.name)) for run in grid.runs]
+    if not train and not any(ended):
+        raise UserError(f"{out} holds no finished run of these methods: leave out --no-train")
     _check_inputs(asked, out)
     if not train:
-        complete = all(_is_finished(last_checkpoint(out, run.name)) for run in grid.runs)
+        complete = all(ended)
     elif len(rows) * len(asked.seeds) == 1 and ray is None and asked.teacher is None:
         _train_here(grid, out, quiet)
         complete = True

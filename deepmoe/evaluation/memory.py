@@ -168,7 +168,7 @@ def _smaller(
     variants = []
     if used is not None:
         told = "masked, without the channels that no image uses"
-        small = narrowed_model(model, [torch.from_numpy(mask) for mask in used])
+        small = narrowed_model(model, used)
         variants.append(_measured("narrowed", told, small, x_1CHW))
     if model.codebook is not None:
         variants.append(_codebook(model, x_1CHW))

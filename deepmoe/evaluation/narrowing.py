@@ -18,14 +18,14 @@ def used_channels(record: GateRecord) -> list[np.ndarray]:
 
 
 @torch.no_grad()
-def narrowed_model(model: DeepMoE, used: Sequence[Tensor]) -> DeepMoE:
+def narrowed_model(model: DeepMoE, used: Sequence[Tensor] | Sequence[np.ndarray]) -> DeepMoE:
     """The same model without some gated channels, and without their rows of the gate heads.
 
     It answers as the model does wherever these channels would not have run.
 
     Args:
         model: whose gates are known before the network runs.
-        used: for each gated layer, which channels stay.
+        used: for each gated layer, which channels stay, such as `used_channels` gives.
 
     Returns:
         A model with its own copy of the weights; the embedding is shared.
@@ -33,7 +33,7 @@ def narrowed_model(model: DeepMoE, used: Sequence[Tensor]) -> DeepMoE:
     check_gated(model, "narrowed_model")
     if model.on_the_way:
         raise UserError("gates that are made of features on the way can't be narrowed")
-    network, gating, left = model.gating.narrow(model.network, used)
+    network, gating, left = model.gating.narrow(model.network, list(map(torch.as_tensor, used)))
     starts = [sum(model.gating.widths[:i]) for i in range(len(left))]
     rows = torch.cat([at + start for at, start in zip(left, starts, strict=True)])
     rows = rows.to(next(model.parameters()).device)

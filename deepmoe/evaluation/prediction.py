@@ -117,9 +117,11 @@ def predict_each(
     checkpoint: Checkpoint, images: Iterable[str | Path], top: int = TOP
 ) -> Iterator[Answer]:
     """The same, one after the other."""
-    if isinstance(images, str | Path):
+    if not isinstance(checkpoint, Checkpoint):
+        raise UserError("predict takes a checkpoint, such as load_checkpoint gives")
+    if isinstance(images, str | Path) or not isinstance(images, Iterable):
         raise UserError("predict takes a list of image files")
-    if top < 1:
+    if type(top) is not int or top < 1:
         raise UserError(f"at least one class is told, not {top}")
     if checkpoint.config.data.name == GIVEN and checkpoint.info.std == UNKNOWN_STD:
         raise UserError(
@@ -131,6 +133,8 @@ def predict_each(
     if judge is _classify:
         _warm_up(checkpoint)
     for path in images:
+        if not isinstance(path, str | Path):  # a number would be an open file of this process
+            raise UserError(f"predict takes names of image files, not {path!r}")
         try:
             yield judge(checkpoint, path, top)
         except UserError as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 # What a spreadsheet would take for a formula, and run.
 FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
+START = b"image,label,"  # of such a table
 COSTS = ("macs", "dense_macs", "active", "answered_by", "ms", "error")
 
 

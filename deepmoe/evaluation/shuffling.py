@@ -143,12 +143,18 @@ def shuffle_gates(
         raise UserError("a network without gates has none to shuffle")
     if draws < 1 or (most is not None and most < 1):
         raise UserError("shuffling takes at least one draw an image, and one image a class")
+    if seed < 0:
+        raise UserError(f"a seed is a whole number from 0 on, not {seed}")
     names = tuple(class_names)
+    if groups is not None and len(groups) != len(names):
+        raise UserError(f"there are {len(names)} classes, and {len(groups)} groups for them")
     if only is not None and only not in names:
         raise UserError(f"the data has no class named {only}")
     bank_NC, labels, right = _bank(model, batches)
     if len(np.unique(labels)) < 2:
         raise UserError("all images are of one class: there are no gates of another to give them")
+    if labels.max() >= len(names):
+        raise UserError(f"there are {len(names)} names of classes, and a label {labels.max()}")
     chosen = _chosen(labels, None if only is None else names.index(only), most)
     donors = _donors(labels, chosen, draws, seed)
     drawn, hits = np.zeros((2, len(names), len(names)), dtype=np.int64)

@@ -23,6 +23,7 @@ TRIALS = 3  # timed runs of each way
 HOPELESS = 4.0  # a way that takes so many times as long as another is not tried again
 MOST_BYTES = 64 * 2**20  # of a plan's file
 FORMAT = "deepmoe plan"
+START = f'{{\n  "format": "{FORMAT}"'.encode()  # of its file
 
 
 @dataclass(frozen=True)

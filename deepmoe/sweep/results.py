@@ -90,6 +90,9 @@ def _read(path: Path) -> str:
 def _parse(text: str) -> RunResult:
     line = json.loads(text)
     values = line["values"]
+    for key, kind in (("seed", int), ("hardware", str)):
+        if not isinstance(line[key], kind):
+            raise TypeError(f"{key} can't be {line[key]!r}")
     settings = tomllib.loads(values["config"])
     config_from_dict(settings, used=True)  # of any version, but of a run
     return RunResult(

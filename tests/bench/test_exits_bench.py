@@ -112,6 +112,8 @@ def test_a_checkpoint_with_exits_among_the_ways_to_skip_channels(
         (("--batch", "0"), "--batch must be at least 1"),
         (("--images", "0"), "--images must be at least 1"),
         (("--threads", "-1"), "--threads must be at least 1"),
+        (("--threads", "1000000"), "threads on this machine, not 1000000"),
+        (("--save", "MODEL"), "holds something else"),
         (("--batch", "64", "--images", "63"), "there are 63 images: --batch can be 63 at the most"),
         (("--set", "train.lr=1"), "--set changes data"),
     ],
@@ -120,7 +122,8 @@ def test_mistakes_get_one_sentence(
     tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     path = checkpoint(tmp_path, HEADS[1])
-    result = CliRunner().invoke(main, ["bench", "exits", str(path), *arguments])
+    named = [str(path) if word == "MODEL" else word for word in arguments]
+    result = CliRunner().invoke(main, ["bench", "exits", str(path), *named])
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: ") and message in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -101,7 +101,10 @@ def test_trained_gates_are_measured_on_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--density", "2"), ("--batch", "x"), ("--batch", "0"), ("--set", "data.root=elsewhere")],
+    [
+        *[("--density", "2"), ("--batch", "x"), ("--batch", "0"), ("--batch", str(10**15))],
+        *[("--input", "1"), ("--save-plan", __file__), ("--set", "data.root=elsewhere")],
+    ],
 )
 def test_mistakes_get_one_sentence(arguments: tuple[str, str]) -> None:
     result = CliRunner().invoke(main, ["bench", "sparse", "vgg11", *arguments])

@@ -202,6 +202,7 @@ def test_teachers_are_trained_first(preset: Path) -> None:
         (("li", "--start", "START", "--teacher", "missing"), "no checkpoint at missing"),
         (("li", "--start", "START", "--set", "data.name=cifar10"), "images of 32 px"),
         (("ours-exits", "--preset", "PRESET", "--set", "data.holdout=0"), "that were held out"),
+        (("li", "--preset", "PRESET", "--no-train"), "holds no finished run of these methods"),
         (("li", "--preset", "PRESET", "--ray", "127.0.0.1:1"), "no Ray cluster can be reached"),
     ],
 )
@@ -234,6 +235,7 @@ def test_mistakes_are_told_in_one_sentence_before_any_work(
     lines = result.stderr.strip().splitlines()
     assert len(lines) == 1 and words in lines[0], result.stderr
     assert not list(tmp_path.glob("out/*/last.safetensors"))
+    assert "--no-train" not in arguments or not (tmp_path / "out").exists()
 
 
 def test_a_folder_of_other_settings_is_refused(compared: Path, preset: Path) -> None:
@@ -300,6 +302,23 @@ def test_a_row_that_can_not_be_measured_leaves_the_others(
     assert result.exit_code == 2 and "ours-exits-60: no threshold will do" in result.stderr
     rows = json.loads(result.stdout)
     assert [line["method"] for line in rows] == ["start", "slimming", "dense"]
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [("measured.json", "dense_macs"), ("measured.json", "accuracy"), ("latency.json", "dense_ms")],
+)
+def test_figures_that_can_not_be_are_damage(
+    name: str, figure: str, compared: Path, preset: Path
+) -> None:
+    file = compared / "dense-seed0" / name
+    kept = file.read_text()
+    wrong = 0 if figure.startswith("dense") else float("nan")
+    file.write_text(json.dumps({**json.loads(kept), figure: wrong}))
+    options = ("--macs", "0.6", "--out", compared, "--latency-images", 3, "--no-train")
+    result = run(*METHODS, "--preset", preset, *options)
+    file.write_text(kept)
+    assert result.exit_code == 2 and f"{name} is damaged: remove it" in result.stderr
 
 
 def test_distillation_can_be_set(compared: Path) -> None:

@@ -3,6 +3,8 @@
 import csv
 import dataclasses
 import json
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -101,9 +103,22 @@ def test_names_in_a_csv_are_data_to_a_spreadsheet(checkpoint, photos, tmp_path) 
     assert labels == {"'=1+1", "'-cat", *NAMES[2:]}  # a comma is quoted, a formula is text
     assert float(rows[0]["probability"]) > float(rows[0]["probability_2"]) > 0
     assert int(rows[0]["macs"]) > 0 and float(rows[0]["ms"]) > 0
-    for bad in (tmp_path, tmp_path / "answers.csv" / "below.csv"):
+    deepmoe_cli("predict", checkpoint, photos / "a.jpg", "--csv", table)
+    assert len(table.read_text().splitlines()) == 2  # our own is replaced
+    own = checkpoint.read_bytes()
+    for bad in (tmp_path, table / "below.csv", checkpoint, photos / "a.jpg", "/dev/null"):
         refused = deepmoe_cli("predict", checkpoint, photos / "a.jpg", "--csv", bad)
         assert refused.exit_code == 2 and "Error: " in refused.stderr
+        assert not refused.stdout  # before any work
+    assert checkpoint.read_bytes() == own and not Path("/dev/null").is_file()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_names_of_files_that_are_no_text_are_in_the_csv(checkpoint, photos, tmp_path) -> None:
+    table, odd = tmp_path / "answers.csv", Path(os.fsdecode(os.fsencode(photos) + b"/odd\xff.png"))
+    (photos / "b.PNG").rename(odd)
+    assert deepmoe_cli("predict", checkpoint, odd, "--csv", table).exit_code == 0
+    assert "odd\\udcff.png," in table.read_text(encoding="utf-8")
 
 
 def test_what_can_not_be_asked_gets_one_sentence(checkpoint, photos, tmp_path) -> None:
@@ -111,8 +126,15 @@ def test_what_can_not_be_asked_gets_one_sentence(checkpoint, photos, tmp_path) -
         refused = deepmoe_cli("predict", checkpoint, photos / "a.jpg", *wrong)
         assert refused.exit_code == 2 and word in refused.stderr, refused.output
         assert len(refused.stderr.splitlines()) == 1
-    with pytest.raises(UserError, match="list of image files"):
-        deepmoe.predict(load_checkpoint(checkpoint), "a.jpg")
+    loaded = load_checkpoint(checkpoint)
+    for model, images, top, words in (
+        (loaded, "a.jpg", 3, "list of image files"),
+        (loaded, [0], 3, "names of image files, not 0"),
+        (loaded, ["a.jpg"], 1.5, "at least one"),
+        (loaded.model, ["a.jpg"], 3, "takes a checkpoint"),
+    ):
+        with pytest.raises(UserError, match=words):
+            deepmoe.predict(model, images, top)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +174,25 @@ def test_a_segmentation_leaves_its_pictures(segmenter, tmp_path) -> None:
     assert str(expected).startswith(f"{folder / 'image3.png'}: class ") and expected.plot().axes
     again = deepmoe_cli("predict", segmenter, tmp_path, "--out", out, "--json")
     assert [a["image"] for a in json.loads(again.stdout)] == [str(twin)]  # not our own pictures
+
+
+def test_pictures_replace_nothing_but_pictures(segmenter, tmp_path) -> None:
+    image = tmp_path / "a.png"
+    Image.new("RGB", (17, 13)).save(image)
+    (tmp_path / "a.overlay.png").write_text("mine")
+    for _ in range(2):
+        done = deepmoe_cli("predict", segmenter, image, "--out", tmp_path, "--json")
+        (answer,) = json.loads(done.stdout)
+        names = [Path(path).name for path in answer["pictures"]]
+        assert names == ["a_.classes.png", "a_.overlay.png"]  # our own, also the second time
+    assert (tmp_path / "a.overlay.png").read_text() == "mine"
+    same = deepmoe_cli("predict", segmenter, tmp_path, "--out", tmp_path)
+    assert same.exit_code == 2 and "a folder of its own" in same.stderr
+    image.rename(tmp_path / "legend.png")
+    before = (tmp_path / "legend.png").read_bytes()
+    refused = deepmoe_cli("predict", segmenter, tmp_path / "a_.classes.png", "--out", tmp_path)
+    assert refused.exit_code == 2 and "legend.png is there already" in refused.stderr
+    assert (tmp_path / "legend.png").read_bytes() == before
 
 
 def test_colours_of_classes_differ() -> None:

@@ -88,6 +88,13 @@ def test_what_has_no_gates_or_classes_is_refused(model, batches) -> None:
         shuffle_gates(dense, batches, NAMES)
     with pytest.raises(UserError, match="one class"):
         shuffle_gates(model, [(batches[0][0], torch.zeros(20, dtype=torch.long))], NAMES)
+    for names, options, words in (
+        (NAMES[:2], {}, "2 names of classes"),
+        (NAMES, {"groups": ["a"]}, "and 1 groups for them"),
+        (NAMES, {"seed": -1}, "from 0 on, not -1"),
+    ):
+        with pytest.raises(UserError, match=words):
+            shuffle_gates(model, batches, names, **options)
     with pytest.raises(UserError, match="have no class"):
         shuffle_gates(model, [(batches[0][0], torch.zeros(20, 16, 16, dtype=torch.long))], NAMES)
 
