@@ -135,7 +135,8 @@ def bench_sparse_verb(
     from deepmoe.devices import choose_device
 
     device = choose_device(device).type
-    trained = Path(model).is_file()
+    # A checkpoint that is not there is told so, and not taken for the name of a model.
+    trained = Path(model).is_file() or Path(model).suffix == ".safetensors"
     _check_options(trained)
     densities = [None] if trained else parse_numbers("--density", density, float)
     batches = parse_numbers("--batch", batch, int)
