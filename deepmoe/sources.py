@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from deepmoe.errors import UserError, reason
@@ -44,6 +45,8 @@ def make_network(name: str, classes: int | None, *, pretrained: bool) -> nn.Modu
         raise UserError(f"{name} needs {error.name}, which is not installed") from error
     except (Exception, SystemExit) as error:  # of anybody's code
         kind, why = type(error).__name__, reason(error, 200)
+        if "torchvision::" in why:  # built for another torch: its operators could not be loaded
+            why += f"; torchvision does not fit torch {torch.__version__}, install both together"
         raise UserError(f"{name} can't be made: {kind}: {why}") from error
     if not isinstance(network, nn.Module):
         raise UserError(f"{name} gives a {type(network).__name__}, not a torch.nn.Module")

@@ -1,6 +1,7 @@
 """The tables of docs/paper.md: the names, and ours beside the paper's where they were made."""
 
 import json
+from pathlib import Path
 
 from result_files import EXPERIMENTS, origin
 
@@ -25,11 +26,20 @@ def names_table() -> str:
     return markdown_table(["name", "shows", "needs", *(f"{scale} takes" for scale in SCALES)], rows)
 
 
-def page_tables(name: str) -> str:
-    """What the short scale came to, or a word that it was not made yet."""
-    path = EXPERIMENTS / FOLDER / f"{name}.json"
-    if not path.exists():
-        return f"Not made yet: `deepmoe paper {name}`."
+def results() -> str:
+    """What the short scale came to: a section for each name that was made, the others in a line."""
+    paths = {name: EXPERIMENTS / FOLDER / f"{name}.json" for name in PAGES}
+    made = [name for name in PAGES if paths[name].exists()]
+    missing = [f"`{name}`" for name in PAGES if name not in made]
+    parts = [f"### {name}\n\n{_page_tables(paths[name])}" for name in made]
+    if not made:
+        parts.append(f"Not made yet: no result of the {len(PAGES)} names is kept here so far.")
+    elif missing:
+        parts.append(f"Not made yet: {', '.join(missing)}.")
+    return "\n\n".join(parts)
+
+
+def _page_tables(path: Path) -> str:
     found = json.loads(path.read_text(encoding="utf-8"))
     values, parts = found["values"], []
     for number, table in enumerate(values["tables"]):

@@ -49,7 +49,8 @@ from experiment_tables import (
     quickstart_table,
     sweep_table,
 )
-from paper_tables import names_table, page_tables
+from paper_tables import names_table
+from paper_tables import results as paper_results
 from readme_tables import headline_table, latency_sentence, networks_table
 from recipe_tables import (
     cost_curves,
@@ -63,7 +64,6 @@ from scale_tables import measured_table, memory_table, plan_table
 
 from deepmoe.analysis.plots import cost_curve_plot
 from deepmoe.costs import format_macs, zoo_costs
-from deepmoe.paper import PAGES
 from deepmoe.results import markdown_table
 from deepmoe.sweep import RESULTS_NAME
 
@@ -120,7 +120,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "compare-published": published_table,
     "compare-heldout": held_out_table,
     "paper-names": names_table,
-    **{f"paper-{name}": partial(page_tables, name) for name in PAGES},
+    "paper-results": paper_results,
     "exit-front": front_table,
     "exit-pairs": pairs_table,
     "exit-saved": saved_table,

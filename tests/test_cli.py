@@ -118,6 +118,10 @@ def test_training_can_be_resumed_and_overwritten(checkpoint, tmp_path) -> None:
         (["macs", "vgg16", "--wide", "0"], ["out of range"]),
         (["macs", "vgg16", "--classes", "0"], ["classes"]),
         (["eval", "missing.safetensors"], ["no checkpoint at missing.safetensors"]),
+        (
+            ["bench", "sparse", "gone.safetensors", "--network", "timm:resnet18"],
+            ["no checkpoint at"],
+        ),
         (["exits", "missing.safetensors", "--loss", "1", "--out", "x"], ["no checkpoint at"]),
         (["exits", "missing.safetensors", "--loss", "1"], ["--out"]),
         (["exits", "missing.safetensors", "--out", "x"], ["give a loss, such as 0.5, or macs"]),

@@ -68,8 +68,8 @@ def test_measurements_to_come_say_nothing_until_they_are_there(tmp_path: Path, m
 
 def test_a_table_of_the_paper_is_shown_once_it_was_made(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("paper_tables.EXPERIMENTS", tmp_path)
-    part = "<!-- paper-figure-rnp -->\n<!-- /paper-figure-rnp -->"
-    assert "Not made yet" in filled(part)
+    part = "<!-- paper-results -->\n<!-- /paper-results -->"
+    assert "Not made yet: no result of the 11" in filled(part) and "###" not in filled(part)
     table = {"title": "", "header": ["network", "error"], "cells": [["RNP", "30.00 %"]]}
     values = {"tables": [table], "shortened": "38 epochs", "notes": ["A picture."]}
     command = "deepmoe paper figure-rnp"
@@ -77,6 +77,7 @@ def test_a_table_of_the_paper_is_shown_once_it_was_made(tmp_path: Path, monkeypa
     write_result(path, values, command=command, seed=0, device="cpu")
     assert "| RNP | 30.00 % |" in filled(part) and "Shortened: 38 epochs." in filled(part)
     assert f"`{command}`" in filled(part) and "A picture." in filled(part)
+    assert filled(part).count("###") == 1 and "Not made yet: `table-cifar`, " in filled(part)
 
 
 def test_make_docs_brings_a_table_up_to_date(tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ def bench_sparse_verb(
     from deepmoe.sparse.planner import START
 
     device = choose_device(device).type
-    trained = Path(model).is_file()
+    # A checkpoint that is not there is told so, and not taken for the name of a model.
+    trained = Path(model).is_file() or Path(model).suffix == ".safetensors"
     _check_options(trained)
     check_overrides(overrides)
     if save_plan is not None:

@@ -79,6 +79,7 @@ def export(
         say(json.dumps(result.as_dict(), indent=2))
         return
     say(result)
+    say("classes, and the mean and std to normalise images by, are in the file: docs/deploy.md")
     say(f"next, in Python: {USE[format_].format(path=str(out))}")
 
 

@@ -171,6 +171,7 @@ def _print_description(values: dict[str, Any], with_layers: bool) -> None:
         for group in values["groups"]
     ]
     print_table(("group", "channels", "MACs", "gate", "also made by", "read by"), rows)
+    say("MACs: of the layers that make or read a group, so that most layers count twice")
     if with_layers:
         layers = [
             (x["name"], x["kind"], x["inputs"], x["outputs"], f"{x['macs'] / total:.1%}")
