@@ -239,8 +239,8 @@ def test_names_of_classes_and_files_stay_text(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (("report", "--out", "folder"), "is a folder"),
-        (("report", "--out", "notes.txt"), "no report of deepmoe's"),
-        (("report", "--out", "/dev/null"), "no report of deepmoe's"),
+        (("report", "--out", "notes.txt"), "not a deepmoe report"),
+        (("report", "--out", "/dev/null"), "not a deepmoe report"),
         (("report", "--out", "notes.txt/page.html"), "is no folder"),
         (("analyze", "--out", "notes.txt"), "is a file"),
         (("analyze", "--out", "folder"), "holds other files"),

@@ -28,12 +28,12 @@ LEGEND_NAME = "legend.png"
 @click.command(**example("deepmoe predict runs/quickstart/deepmoe/last.safetensors photos/"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--top", default=3, show_default=True, help="How many classes to tell.")
+@click.option("--top", default=3, show_default=True, help="How many classes to print.")
 @click.option("--csv", "table", type=click.Path(path_type=Path), help="Also write a CSV file.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="For segmentation: folder of the pictures, NAME.classes.png and NAME.overlay.png for each "
+    help="For segmentation: folder to write to, NAME.classes.png and NAME.overlay.png for each "
     "image, and legend.png.",
 )
 @network_option
@@ -49,10 +49,10 @@ def predict(
     sparse: bool,
     as_json: bool,
 ) -> None:
-    """Classify IMAGES with CHECKPOINT, or segment them, and tell what each one cost.
+    """Classify or segment IMAGES with CHECKPOINT, and print what each one cost.
 
     IMAGES are files, folders, or patterns such as "photos/**/*.jpg". Images that can't be read are
-    reported, and the others answered; the exit code is 2 then.
+    reported and skipped; the exit code is then 2.
     """
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.evaluation import SegmentationPrediction, Unanswered
@@ -60,7 +60,7 @@ def predict(
     from deepmoe.files import write_atomically
 
     if table is not None and table.is_dir():
-        raise UserError(f"--csv takes a file, and {table} is a folder")
+        raise UserError(f"--csv takes a file, but {table} is a folder")
     loaded = load_checkpoint(checkpoint, network=network)
     pictures = None if out is None else Pictures(out, loaded)
     if sparse:
@@ -137,9 +137,11 @@ class Pictures:
         from deepmoe.evaluation.segmentation_prediction import legend
 
         if loaded.info.task != "segmentation":
-            raise UserError("--out takes the pictures of a segmentation: this model classifies")
+            raise UserError(
+                "--out is for segmentation models, but this model classifies: leave it out"
+            )
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"--out takes a folder, and {folder} is a file")
+            raise UserError(f"--out takes a folder, but {folder} is a file")
         self.folder = folder
         self.names: set[str] = {LEGEND_NAME}
         self._save(LEGEND_NAME, legend(loaded.info.class_names))

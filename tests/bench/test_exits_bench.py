@@ -112,7 +112,10 @@ def test_a_checkpoint_with_exits_among_the_ways_to_skip_channels(
         (("--batch", "0"), "--batch must be at least 1"),
         (("--images", "0"), "--images must be at least 1"),
         (("--threads", "-1"), "--threads must be at least 1"),
-        (("--batch", "64", "--images", "63"), "there are 63 images: --batch can be 63 at the most"),
+        (
+            ("--batch", "64", "--images", "63"),
+            "there are only 63 images: --batch can be at most 63",
+        ),
         (("--set", "train.lr=1"), "--set changes data"),
     ],
 )

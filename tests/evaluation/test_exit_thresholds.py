@@ -484,10 +484,10 @@ def without_embedding(trained: Path, path: Path) -> Path:
     ("change", "words"),
     [
         (lambda t, p: as_checkpoint(t, p, "data.holdout=0"), "train it with data.holdout"),
-        (lambda t, p: as_checkpoint(t, p, "loss.embedding=0"), "never taught to classify"),
+        (lambda t, p: as_checkpoint(t, p, "loss.embedding=0"), "never trained to classify"),
         (
             lambda t, p: as_checkpoint(t, p, "loss.embedding=[[0, 0.0], [2, 0.0]]"),
-            "never taught to classify",
+            "never trained to classify",
         ),
         (without_embedding, "no embedding that could answer"),
     ],
@@ -510,7 +510,7 @@ def test_an_embedding_may_have_been_taught_for_a_while(trained: Path, tmp_path: 
 def test_other_data_and_tasks_and_files_in_the_way_get_one_sentence(
     trained: Path, tmp_path: Path
 ) -> None:
-    assert_refused(deepmoe("exits", trained, "--loss", 1, "--out", trained), "is there already")
+    assert_refused(deepmoe("exits", trained, "--loss", 1, "--out", trained), "already exists")
     write_python(tmp_path, "cifar100")
     other = [f"data.root={tmp_path}", "data.name=cifar100", "data.size=32", "data.holdout=0"]
     settings = [arg for item in other for arg in ("--set", item)]

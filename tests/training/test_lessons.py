@@ -307,5 +307,5 @@ def test_mistakes_get_one_sentence(teachers: list[Path], lessons: Path, tmp_path
         assert not out.exists()
     before = lessons.read_bytes()
     done = deepmoe("teach", teachers[0], "--out", lessons)
-    assert done.exit_code == 2 and "is there already" in done.stderr
+    assert done.exit_code == 2 and "already exists" in done.stderr
     assert lessons.read_bytes() == before
