@@ -182,7 +182,7 @@ def test_what_can_not_be_exported_is_refused_in_one_sentence(tmp_path: Path, mon
         ((path, "--codes", 0), ["1 to 64 codes"]),
         ((path, "--out", tmp_path / "folder"), ["already exists"]),
         ((path, "--set", "data.root=x", "--set", "data.name=cifar10"), ["x"]),
-        ((path, "--set", "model.name=vgg16"), ["--set changes data"]),
+        ((path, "--set", "model.name=vgg16"), ["--set can change only data"]),
         ((tmp_path / "missing",), ["no checkpoint at"]),
     ):
         refused = export(*arguments)
@@ -195,7 +195,9 @@ def test_what_can_not_be_exported_is_refused_in_one_sentence(tmp_path: Path, mon
     assert "pip install 'deepmoe[onnx]'" in export(path).stderr
 
 
-@pytest.mark.parametrize(("kind", "words"), [("fbs", "on the way"), ("scale", "scaling factors")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("fbs", "while the network runs"), ("scale", "scaling factors")]
+)
 def test_gates_that_are_not_known_before_are_refused(kind: str, words: str, tmp_path) -> None:
     loaded, data = make(f"heads.kind={kind}")
     with pytest.raises(UserError, match=words):

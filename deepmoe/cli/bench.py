@@ -266,7 +266,7 @@ def bench_exits_verb(
     opened = open_checkpoint(checkpoint, (*overrides, *where), network)
     loaded, data = opened.checkpoint, opened.data
     if loaded.model.exit_at is None:
-        raise UserError(f"{checkpoint} has no exits: deepmoe exits makes a checkpoint with some")
+        raise UserError(f"{checkpoint} has no exits: add some with deepmoe exits")
     there = min(data.evaluation.images, images or data.evaluation.images)
     if max(batches) > there:
         raise UserError(f"there are only {there} images: --batch can be at most {there}")

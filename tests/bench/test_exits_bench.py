@@ -116,7 +116,7 @@ def test_a_checkpoint_with_exits_among_the_ways_to_skip_channels(
             ("--batch", "64", "--images", "63"),
             "there are only 63 images: --batch can be at most 63",
         ),
-        (("--set", "train.lr=1"), "--set changes data"),
+        (("--set", "train.lr=1"), "--set can change only data"),
     ],
 )
 def test_mistakes_get_one_sentence(

@@ -107,7 +107,7 @@ def test_names_in_a_csv_are_data_to_a_spreadsheet(checkpoint, photos, tmp_path) 
 
 
 def test_what_can_not_be_asked_gets_one_sentence(checkpoint, photos, tmp_path) -> None:
-    for wrong, word in ((("--top", 0), "at least one"), (("--out", tmp_path), "segmentation")):
+    for wrong, word in ((("--top", 0), "at least 1"), (("--out", tmp_path), "segmentation")):
         refused = deepmoe_cli("predict", checkpoint, photos / "a.jpg", *wrong)
         assert refused.exit_code == 2 and word in refused.stderr, refused.output
         assert len(refused.stderr.splitlines()) == 1

@@ -474,7 +474,7 @@ def test_a_frozen_stage_alone_meets_a_budget_and_needs_gates(whole_run, tmp_path
     dense = run(tiny_config("model.gates=none", "train.epochs=1"), tmp_path / "dense")
     with pytest.raises(UserError, match="has no gates"):
         run(tiny_config(*frozen, f"train.start={dense.checkpoint}"), tmp_path / "gated")
-    with pytest.raises(UserError, match="another form"):
+    with pytest.raises(UserError, match="a different form"):
         run(tiny_config(start, "embedding.form=latent"), tmp_path / "latent")
 
 

@@ -132,7 +132,7 @@ def test_lessons_of_other_classes_or_kinds_of_data_are_refused(lessons: Path) ->
     named = replace(data.info, class_names=tuple("abcdefghij"))
     with pytest.raises(UserError, match="or classes"):
         TaughtLoader(str(lessons), data.train, named)
-    with pytest.raises(UserError, match="lie in memory"):
+    with pytest.raises(UserError, match="held in memory"):
         TaughtLoader(str(lessons), SimpleNamespace(), data.info)
 
 
@@ -175,7 +175,7 @@ def student(teacher: object, *settings: str) -> RunConfig:
 
 def test_lessons_come_alone(lessons: Path, teachers: list[Path], tmp_path: Path) -> None:
     for both in ([str(lessons), str(teachers[0])], [str(lessons), str(lessons)]):
-        with pytest.raises(UserError, match="a run has that, and no others"):
+        with pytest.raises(UserError, match="a run takes that file and no others"):
             fit(student(both), tmp_path, quiet=True)
     with pytest.raises(UserError, match="no checkpoint at nowhere"):
         fit(student("nowhere"), tmp_path, quiet=True)
@@ -293,7 +293,7 @@ def test_mistakes_get_one_sentence(teachers: list[Path], lessons: Path, tmp_path
     for arguments, words in (
         ([teachers[0], "--views", 0], "1 to 10,000 views, not 0"),
         ([teachers[0], "--views", 10_001], "1 to 10,000 views"),
-        ([teachers[0], "--views", 1, "--set", "data.holdout=100"], "teachers have learnt from"),
+        ([teachers[0], "--views", 1, "--set", "data.holdout=100"], "that they were trained on"),
         ([teachers[0], held], f"{held} was trained on other images than {teachers[0]}"),
         ([teachers[0], named], "was trained on other images"),
         ([tmp_path / "nowhere"], "no checkpoint at"),
