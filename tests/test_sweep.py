@@ -376,7 +376,7 @@ def test_a_run_goes_on_from_the_networks_it_was_begun_with(swept, tmp_path: Path
     student = grid.runs[0]
     other = Run("other", apply_overrides(grid.runs[1].config, ["train.lr=0.05"]))
     changed = apply_overrides(student.config, ["train.teacher=run:other-seed0"])
-    with pytest.raises(UserError, match="student-seed0 was begun with another start or teacher"):
+    with pytest.raises(UserError, match="student-seed0 was started with another start or teacher"):
         sweep(
             Grid((*grid.runs[1:2], other, Run("student", changed)), 1),
             folder / "runs",

@@ -395,7 +395,7 @@ def test_a_resumed_run_tells_that_its_teacher_is_another(whole_run, tmp_path, ca
     taught = tiny_config(f"train.teacher={tmp_path / 'one.safetensors'}", "loss.distillation=0.5")
     fit(taught, tmp_path / "run", quiet=True)
     fit(taught, tmp_path / "run", resume=True)
-    assert "begun with" not in capsys.readouterr().out
+    assert "started with" not in capsys.readouterr().out
     taught = apply_overrides(taught, [f"train.teacher={tmp_path / 'other.safetensors'}"])
     fit(taught, tmp_path / "run", resume=True)
     assert "another train.start or train.teacher than it was begun" in capsys.readouterr().out
