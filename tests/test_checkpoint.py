@@ -233,7 +233,7 @@ def test_damaged_files_of_version_2_are_named(path: Path, damage: str, tmp_path)
 
 def test_a_run_of_version_1_with_settings_that_are_gone_can_not_go_on() -> None:
     assert read_progress(OLD[1] / "gated.safetensors")[1].epoch == 3
-    with pytest.raises(UserError, match=r"heads\.revive = 0\.1 is gone"):
+    with pytest.raises(UserError, match=r"heads\.revive = 0\.1 was removed"):
         read_progress(OLD[1] / "random_threshold.safetensors")
 
 
