@@ -81,7 +81,7 @@ def test_what_are_no_batches_gets_one_sentence(model, batches, words: str) -> No
 
 
 def test_what_is_no_model_gets_one_sentence(model) -> None:
-    with pytest.raises(UserError, match="a model of deepmoe's is needed, not a ResNet"):
+    with pytest.raises(UserError, match="a deepmoe model is needed, not a ResNet"):
         evaluate(model.network, BATCHES)
 
 
