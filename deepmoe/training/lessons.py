@@ -56,7 +56,7 @@ def teach_from(
         UserError: where the checkpoints differ in their images or classes.
     """
     if not 1 <= views <= MOST_VIEWS:
-        raise UserError(f"--views must be from 1 to {MOST_VIEWS:,}, not {views}")
+        raise UserError(f"views must be from 1 to {MOST_VIEWS:,}, not {views}")
     loaded = [load_checkpoint(path) for path in checkpoints]
     first = loaded[0]
     for path, other in zip(checkpoints, loaded, strict=True):

@@ -149,7 +149,9 @@ def test_a_damaged_file_gets_one_sentence(lessons: Path, tmp_path: Path) -> None
     ):
         save_file(content, path, written)
         assert is_lessons(str(path))
-        with pytest.raises(UserError, match=r"damaged.safetensors is damaged: run deepmoe teach again"):
+        with pytest.raises(
+            UserError, match=r"damaged.safetensors is damaged: run deepmoe teach again"
+        ):
             TaughtLoader(str(path), data.train, data.info)
     for odd in (torch.zeros(0, 1437, 10), torch.zeros(2, 5, 10)):  # no views, too few images
         save_file({**images, "outputs": odd}, path, header)
@@ -292,7 +294,7 @@ def test_mistakes_get_one_sentence(teachers: list[Path], lessons: Path, tmp_path
     save_checkpoint(named, loaded.model, loaded.config, info, loaded.state)
     for arguments, words in (
         ([teachers[0], "--views", 0], "from 1 to 10,000, not 0"),
-        ([teachers[0], "--views", 10_001], "1 to 10,000 views"),
+        ([teachers[0], "--views", 10_001], "from 1 to 10,000"),
         ([teachers[0], "--views", 1, "--set", "data.holdout=100"], "that they were trained on"),
         ([teachers[0], held], f"{held} was trained on other images than {teachers[0]}"),
         ([teachers[0], named], "was trained on other images"),
