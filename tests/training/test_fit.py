@@ -398,7 +398,7 @@ def test_a_resumed_run_tells_that_its_teacher_is_another(whole_run, tmp_path, ca
     assert "started with" not in capsys.readouterr().out
     taught = apply_overrides(taught, [f"train.teacher={tmp_path / 'other.safetensors'}"])
     fit(taught, tmp_path / "run", resume=True)
-    assert "another train.start or train.teacher than it was begun" in capsys.readouterr().out
+    assert "another train.start or train.teacher than it was started" in capsys.readouterr().out
 
 
 def test_a_run_that_never_began_is_not_in_the_way(whole_run, tmp_path) -> None:
