@@ -233,7 +233,7 @@ def _own_network(name: str, given: str | nn.Module | None, path: str | Path) -> 
         return copy.deepcopy(given)
     if is_source(name) and given != name:
         raise UserError(
-            f"the network of {path} is made by {name}, which is run only if you name it: "
+            f"the network of {path} is made by {name}, which runs only if you name it: "
             f"--network {name}, or load_checkpoint(..., network={name!r})"
         )
     if name == GIVEN and isinstance(given, str) and is_source(given):
@@ -278,7 +278,7 @@ class _File:
 
     def __init__(self, path: str | Path) -> None:
         if not isinstance(path, str | Path):
-            raise UserError(f"a checkpoint is named by a path, not by a {type(path).__name__}")
+            raise UserError(f"a checkpoint is given by its path, not by a {type(path).__name__}")
         try:
             there = (path := Path(path)).is_file()
         except OSError as error:  # such as for a name that is too long
@@ -332,7 +332,7 @@ class _File:
             raise UserError(f"checkpoint {self.path} is damaged") from error
         header = {key: value for key, value in self.header.items() if key != "checksum"}
         if self.version > 1 and self.header.get("checksum") != _checksum(header, tensors):
-            raise UserError(f"checkpoint {self.path} is damaged: its checksum does not fit")
+            raise UserError(f"checkpoint {self.path} is damaged: its checksum does not match")
         return tensors
 
 

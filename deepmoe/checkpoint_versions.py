@@ -26,8 +26,8 @@ def check_gates(format_version: int, model: ModelConfig) -> None:
     """Refuses models that no network of today computes."""
     if format_version < NAMED_ANEW and model.gates == "all" and not model.name.startswith("vgg"):
         raise UserError(
-            'its gates = "all" stood between a block and the residual stream, and none do now: '
-            "train the model again"
+            'its gates = "all" stand between a block and the residual stream, which this version '
+            "no longer supports: train the model again"
         )
 
 

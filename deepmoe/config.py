@@ -314,7 +314,7 @@ def read_toml(path: Any, what: str) -> dict[str, Any]:
     except ValueError as error:  # wrong TOML, text or numbers
         raise UserError(f"{what} is not valid TOML: {error}") from error
     except RecursionError as error:
-        raise UserError(f"{what} is not valid TOML: too many brackets within each other") from error
+        raise UserError(f"{what} is not valid TOML: its brackets are nested too deeply") from error
     except OSError as error:
         raise UserError(f"cannot read {what}: {error.strerror}") from error
 

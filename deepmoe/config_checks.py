@@ -111,7 +111,9 @@ def _check_learning(config: "RunConfig") -> None:
     if config.train.teacher is None and config.loss.embedding_distillation:
         raise UserError("loss.embedding_distillation needs a train.teacher")
     if config.train.prunes and config.train.start is None:
-        raise UserError("train.prune removes channels of what train.start names: set that, too")
+        raise UserError(
+            "train.prune removes channels from the network of train.start: set that, too"
+        )
     if config.train.prune is not None and config.train.prune_widths is not None:
         raise UserError("set train.prune or train.prune_widths, not both")
 
@@ -123,8 +125,8 @@ def _check_embedding(config: "RunConfig") -> None:
     left = embedding.kept or (embedding.prune and config.train.start)
     if embedding.form == "network" and not left:
         raise UserError(
-            'embedding.form = "network" is what is left of a trained network: set train.start, '
-            "and embedding.prune to a share of its MACs"
+            'embedding.form = "network" prunes a trained network: set train.start, and '
+            "embedding.prune to a share of its MACs"
         )
 
 
@@ -135,7 +137,7 @@ def _check_stages(config: "RunConfig") -> None:
         raise UserError("without a joint stage (train.epochs = 0), set train.start")
     pruned = config.train.prunes or config.embedding.prune is not None
     if not config.train.epochs and pruned and config.model.gates != "none":
-        raise UserError("pruning leaves gates to be learnt anew: that needs train.epochs")
+        raise UserError("after pruning, gates must be trained: set train.epochs above 0")
     if config.train.codes is not None and not config.train.finetune_epochs:
         raise UserError("train.codes needs a frozen stage: set train.finetune_epochs")
     if config.train.codes is not None and config.model.gates == "none":
@@ -196,7 +198,7 @@ def _check_run_of_experts(config: "RunConfig") -> None:
     train, embedding = config.train, config.embedding
     if train.prunes or embedding.prune is not None or embedding.form == "network":
         raise UserError(
-            "experts are made of a network that is trained, and pruned, already: without "
+            "experts start from a network that is already trained (and pruned): leave out "
             'train.prune, embedding.prune and embedding.form = "network"'
         )
     if train.target_macs is not None:
@@ -205,6 +207,6 @@ def _check_run_of_experts(config: "RunConfig") -> None:
         )
     if train.compile == "on":
         raise UserError(
-            "which expert an image runs is known only then, which can't be compiled: set "
-            "train.compile to auto or off"
+            "experts can't be compiled, since each image chooses its own: set train.compile to "
+            "auto or off"
         )

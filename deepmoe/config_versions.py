@@ -40,7 +40,7 @@ def upgraded(values: Mapping[str, Any], *, used: bool = False) -> dict[str, Any]
     values = dict(values)
     schema = values.pop("schema", 1)
     if type(schema) is not int or schema < 1:
-        raise UserError(f"schema is the version of a configuration, not {schema!r}")
+        raise UserError(f"schema must be the version of a configuration, not {schema!r}")
     if schema > SCHEMA:
         raise UserError(
             f"the configuration has schema {schema}, of a later deepmoe; "
@@ -59,6 +59,6 @@ def upgraded(values: Mapping[str, Any], *, used: bool = False) -> dict[str, Any]
             value == v and isinstance(value, bool) == isinstance(v, bool) for v in removed.neutral
         )
         if not neutral and not used:
-            raise UserError(f"config key {key} = {value!r} is gone: {removed.advice}")
+            raise UserError(f"config key {key} = {value!r} was removed: {removed.advice}")
         values[table] = {k: v for k, v in values[table].items() if k != name}
     return values

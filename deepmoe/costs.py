@@ -102,7 +102,7 @@ def count_macs(
     if not isinstance(gating, Gating):
         kind = type(model).__name__
         raise UserError(
-            f"MACs are counted of a gated model, not of a {kind}: deepmoe.gate makes one"
+            f"MACs are counted for a gated model, not a {kind}: make one with deepmoe.gate"
         )
     network: int | Tensor
     if gates is None:
@@ -220,5 +220,5 @@ def as_pair(size: Size) -> tuple[int, int]:
     """Height and width of an input."""
     height, width = (size, size) if isinstance(size, int) else size
     if height < 1 or width < 1:
-        raise UserError(f"an input has at least one pixel a side, not {height}x{width}")
+        raise UserError(f"an input needs at least one pixel a side, not {height}x{width}")
     return height, width

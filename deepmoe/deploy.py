@@ -101,7 +101,7 @@ class Routes(nn.Module):
         if model.codebook is None or model.heads is None:
             raise UserError("the model has no codebook: train it with train.codes")
         if model.thresholds is not None:
-            raise UserError("the model has thresholds of an earlier version: deepmoe cut makes new")
+            raise UserError("the model has thresholds of an earlier version: run deepmoe cut again")
         self.heads = copy.deepcopy(model.heads)
         self.codebook = copy.deepcopy(model.codebook)
         self.networks = nn.ModuleList(
@@ -190,4 +190,4 @@ def _run_one_of(networks: Sequence[nn.Module], number: Tensor, first: int, x: Te
 
 def _check_one_image(x_BCHW: Tensor) -> None:
     if x_BCHW.shape[0] != 1:
-        raise UserError(f"such a network takes one image at a time, not {x_BCHW.shape[0]}")
+        raise UserError(f"this network takes one image at a time, not {x_BCHW.shape[0]}")

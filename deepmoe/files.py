@@ -97,7 +97,7 @@ def check_writable(path: Path) -> None:
     try:
         there = next(parent for parent in path.absolute().parents if parent.exists())
         if not there.is_dir():
-            raise UserError(f"cannot write {path}: {there} is no folder")
+            raise UserError(f"cannot write {path}: {there} is not a folder")
         if not os.access(there, os.W_OK | os.X_OK):
             raise UserError(f"cannot write {path}: {there} is not writable")
     except (OSError, ValueError) as error:

@@ -138,13 +138,13 @@ class DeepMoE(nn.Module):
         """Refuses gates that are not known before the base network runs, or are of no image."""
         if isinstance(self.heads, ScaleFactors):
             raise UserError(
-                "the model has scaling factors, which only tell what to prune: use it as "
+                "the model has scaling factors, which only say what to prune: use it as "
                 "train.start, with train.prune and train.prune_by=sss"
             )
         if self.on_the_way:
             raise UserError(
-                "the model's gates (fbs, rnp) are made of features on the way, and not known "
-                "before the network runs: that needs a model with an embedding"
+                "the model's gates (fbs, rnp) are computed from features while the network runs, "
+                "and this needs them before: use a model with an embedding"
             )
 
     def as_input(self, x_BCHW: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ def prune(
     """
     _check_mode()
     if not isinstance(model, DeepMoE):
-        raise UserError("prune takes a model of deepmoe's: prune_module takes any network")
+        raise UserError("prune takes a deepmoe model: use prune_module for any other network")
     if not isinstance(by, str) or by not in SELECTORS:
         raise UserError(f"channels are pruned by one of {', '.join(SELECTORS)}, not by {by!r}")
     classes = model.classes
@@ -146,7 +146,7 @@ def _check_arguments(
     seed: int,
 ) -> None:
     if (share is None) == (widths is None):
-        raise UserError("pruning takes a share of the MACs, or widths, and not both")
+        raise UserError("pruning takes a share of the MACs or widths, not both")
     for name, number in (("share", 1.0 if share is None else share), ("tilt", tilt)):
         if not isinstance(number, Real) or not 0 <= number <= 1:
             raise UserError(f"the {name} is a number from 0 to 1, not {number!r}")

@@ -231,7 +231,7 @@ def from_network(
     like = next(network.parameters(), torch.empty(0))
     pixels = size or usual_size(network)
     if pixels[0] * pixels[1] > MOST_PIXELS:
-        raise UserError(f"images of {pixels[0]}x{pixels[1]} px are too large to try a network on")
+        raise UserError(f"images of {pixels[0]}x{pixels[1]} px are too large to run the network on")
     convs = (m for m in network.modules() if isinstance(m, nn.Conv2d))
     colours = next((conv.in_channels for conv in convs), 3)
     images = torch.randn(1, colours, *pixels, device="cpu").to(like)

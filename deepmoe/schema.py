@@ -63,7 +63,7 @@ def _check_keys(cls: type, values: Any, prefix: str) -> None:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     if not isinstance(values, Mapping):
         where = f"config key {prefix.rstrip('.')}" if prefix else "the configuration"
-        raise UserError(f"{where} is a table, not {values!r}")
+        raise UserError(f"{where} must be a table, not {values!r}")
     for key, value in values.items():
         if key not in fields:
             raise UserError(f"unknown config key {prefix}{key}{suggest(key, fields, prefix)}")

@@ -110,8 +110,8 @@ def test_foreign_files_are_named(saved, tmp_path) -> None:
         ({"config": '{"model": {"wide": 1000}}'}, "does not fit its own model resnet20"),
         ({"config": '{"embedding": {"widths": [100000, 100000]}}'}, "does not fit its own model"),
         ({"config": '{"schema": 9}'}, "damaged header: .*schema 9"),
-        ({"checksum": "0" * 64}, "is damaged: its checksum does not fit"),
-        ({"checksum": None}, "is damaged: its checksum does not fit"),
+        ({"checksum": "0" * 64}, "is damaged: its checksum does not match"),
+        ({"checksum": None}, "is damaged: its checksum does not match"),
         (
             {"data": '{"class_names": ["a"], "size": [8, 8], "mean": [0, 0, 0], "std": [1, 1, 1]}'},
             "damaged header",
@@ -148,7 +148,7 @@ def test_a_flipped_bit_is_noticed(saved, place: int) -> None:
     content = bytearray(saved.read_bytes())
     content[place] ^= 1
     saved.write_bytes(content)
-    with pytest.raises(UserError, match="checksum does not fit"):
+    with pytest.raises(UserError, match="checksum does not match"):
         load_checkpoint(saved)
 
 
@@ -226,14 +226,14 @@ def test_damaged_files_of_version_2_are_named(path: Path, damage: str, tmp_path)
     else:  # names of old in a file that claims to be of today
         header["format_version"] = "3"
     save_file(tensors, tmp_path / "damaged", header)
-    words = "checksum does not fit" if damage == "flipped" else "does not fit its own model"
+    words = "checksum does not match" if damage == "flipped" else "does not fit its own model"
     with pytest.raises(UserError, match=words):
         load_checkpoint(tmp_path / "damaged")
 
 
 def test_a_run_of_version_1_with_settings_that_are_gone_can_not_go_on() -> None:
     assert read_progress(OLD[1] / "gated.safetensors")[1].epoch == 3
-    with pytest.raises(UserError, match=r"heads\.revive = 0\.1 is gone"):
+    with pytest.raises(UserError, match=r"heads\.revive = 0\.1 was removed"):
         read_progress(OLD[1] / "random_threshold.safetensors")
 
 

@@ -177,7 +177,9 @@ def test_a_rule_that_is_broken_ends_with_an_error(monkeypatch) -> None:
     result = describe(*MIXED, "--check")
     assert result.exit_code == 2
     assert "FAIL MACs equal PyTorch's count" in result.stdout
-    assert result.stderr.strip() == "Error: described:Mixed breaks a rule of gating, see above"
+    assert (
+        result.stderr.strip() == "Error: described:Mixed fails a check of its gates, see FAIL above"
+    )
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_gate_your_own_network_is_right_about_networks_of_others() -> None:
     layers = {path for group in groups for path in (*group.makers, *group.readers)}
     assert not any(isinstance(network.get_submodule(path), nn.Conv2d) for path in layers)
     share = f"{100 * gated_share(gating, 64):.0f} % of all MACs"
-    told = f"0 % of the MACs of its convolutions lie under gates, but {share}"
+    told = f"gates cover 0 % of the MACs of its convolutions, but {share}"
     assert told in (ROOT / page).read_text()
 
 

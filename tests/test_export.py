@@ -164,7 +164,7 @@ def test_the_verb_finds_codes_and_ends_with_what_to_type(tmp_path: Path) -> None
     assert "a network for each of 2 codes" in done.stdout
     assert f"torch.export.load('{path.with_suffix('.pt2')}')" in done.stdout.splitlines()[-1]
     again = export(path, "--codes", 2, "--format", "torch-export")
-    assert again.exit_code == 2 and "is there already" in again.stderr
+    assert again.exit_code == 2 and "already exists" in again.stderr
 
 
 def test_what_can_not_be_exported_is_refused_in_one_sentence(tmp_path: Path, monkeypatch) -> None:
@@ -179,12 +179,12 @@ def test_what_can_not_be_exported_is_refused_in_one_sentence(tmp_path: Path, mon
         ((path,), ["images differ in the channels", "--codes 4"]),
         ((path, "--route", "codes"), ["has no codes", "train.codes"]),
         ((path, "--route", "static", "--codes", 2), ["--codes goes with"]),
-        ((path, "--codes", 0), ["1 to 64 codes"]),
-        ((path, "--out", tmp_path / "folder"), ["is there already"]),
+        ((path, "--codes", 0), ["from 1 to 64"]),
+        ((path, "--out", tmp_path / "folder"), ["already exists"]),
         ((path, "--out", path / "model.onnx"), ["is no folder"]),
         ((path, "--input", 10**12), ["--input takes pixels"]),
         ((path, "--set", "data.root=x", "--set", "data.name=cifar10"), ["x"]),
-        ((path, "--set", "model.name=vgg16"), ["--set changes data"]),
+        ((path, "--set", "model.name=vgg16"), ["--set can change only data"]),
         ((tmp_path / "missing",), ["no checkpoint at"]),
     ):
         refused = export(*arguments)
@@ -197,7 +197,9 @@ def test_what_can_not_be_exported_is_refused_in_one_sentence(tmp_path: Path, mon
     assert "pip install 'deepmoe[onnx]'" in export(path).stderr
 
 
-@pytest.mark.parametrize(("kind", "words"), [("fbs", "on the way"), ("scale", "scaling factors")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [("fbs", "while the network runs"), ("scale", "scaling factors")]
+)
 def test_gates_that_are_not_known_before_are_refused(kind: str, words: str, tmp_path) -> None:
     loaded, data = make(f"heads.kind={kind}")
     with pytest.raises(UserError, match=words):

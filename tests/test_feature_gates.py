@@ -259,7 +259,7 @@ def test_what_needs_gates_ahead_is_refused_in_one_sentence(kind) -> None:
         "check": lambda: check(model, x),
     }
     for what, call in ahead.items():
-        with pytest.raises(UserError, match="made of features on the way"):
+        with pytest.raises(UserError, match="computed from features"):
             call()
             pytest.fail(what)
     with pytest.raises(UserError, match="relu heads"):

@@ -51,7 +51,7 @@ def test_what_can_not_be_read_whole_is_refused(reader: str, odd: Path) -> None:
 
 @pytest.mark.parametrize("path", [None, 3, b"x", ["a"]])
 def test_what_is_no_path_is_refused(path: object) -> None:
-    with pytest.raises(UserError, match="a checkpoint is named by a path, not by a"):
+    with pytest.raises(UserError, match="a checkpoint is given by its path, not by a"):
         load_checkpoint(path)  # type: ignore[arg-type]
 
 

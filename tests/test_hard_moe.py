@@ -428,8 +428,8 @@ def test_functions_that_need_gates_say_so() -> None:
         (("model.experts=1000000000",), "from 2 to 64"),
         (("model.gates=inner",), "neither gates nor exits"),
         (("model.exits=true",), "neither gates nor exits"),
-        (("train.prune=0.5", "train.start=a"), "trained, and pruned, already"),
-        (("embedding.form=network", "embedding.prune=0.5"), "trained, and pruned, already"),
+        (("train.prune=0.5", "train.start=a"), "that is already trained"),
+        (("embedding.form=network", "embedding.prune=0.5"), "that is already trained"),
         (("train.target_macs=0.5",), "experts have none"),
         (("train.codes=4", "train.finetune_epochs=1"), "needs a gated model"),
         (("train.compile=on",), "can't be compiled"),
@@ -450,9 +450,9 @@ def test_runs_that_can_not_be_get_one_sentence(start: FitResult, tmp_path: Path)
     for settings, options, words in (
         ((), {"devices": 2}, "on one device, not on 2"),
         (("train.start=missing",), {}, "no checkpoint at missing"),
-        ((f"train.start={gated.checkpoint}",), {}, "has gates, and experts have none"),
-        (("model.widths=[8, 8, 8, 8, 8, 8, 8, 8, 8]",), {}, "from has other layers or widths"),
-        ((f"model.kept={[4] * 9}",), {}, "other layers or widths"),
+        ((f"train.start={gated.checkpoint}",), {}, "has gates, but experts have none"),
+        (("model.widths=[8, 8, 8, 8, 8, 8, 8, 8, 8]",), {}, "from has different layers or widths"),
+        ((f"model.kept={[4] * 9}",), {}, "different layers or widths"),
         (("data.holdout=100",), {}, "held out here"),
     ):
         with pytest.raises(UserError, match=words):
@@ -460,7 +460,7 @@ def test_runs_that_can_not_be_get_one_sentence(start: FitResult, tmp_path: Path)
         assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match=r"name its checkpoint by train\.start"):
         fit(tiny_config("model.gates=none", "model.experts=2"), tmp_path / "run", quiet=True)
-    with pytest.raises(UserError, match="no features to tell images apart"):
+    with pytest.raises(UserError, match="no features to cluster images by"):
         create_model("drn_a_50", gates=None, experts=2, wide=0.1)
     with pytest.raises(UserError, match="neither gates nor exits"):
         create_model("resnet20", experts=2)

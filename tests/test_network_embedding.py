@@ -157,7 +157,7 @@ def test_its_answer_makes_gates(start: FitResult, tmp_path: Path) -> None:
     ("settings", "words"),
     [
         (("embedding.prune=0.01",), r"can't leave 0\.01 of the MACs"),
-        (("model.widths=[4, 4, 4, 4, 4, 4, 4, 4, 4]",), "other layers or widths"),
+        (("model.widths=[4, 4, 4, 4, 4, 4, 4, 4, 4]",), "different layers or widths"),
     ],
 )
 def test_what_can_not_be_left_gets_one_sentence(
@@ -171,7 +171,7 @@ def test_what_can_not_be_left_gets_one_sentence(
 def test_a_start_with_a_shallow_embedding_gets_one_sentence(tmp_path: Path) -> None:
     settings = ("model.gates=none", "model.exits=true", *ONE_EPOCH)
     shallow = fit(tiny_config(*settings), tmp_path / "shallow", quiet=True)
-    with pytest.raises(UserError, match="another form or size"):
+    with pytest.raises(UserError, match="a different form or size"):
         fit(looking(shallow), tmp_path / "run", quiet=True)
 
 

@@ -214,7 +214,7 @@ def test_any_network_is_pruned_by_batches_of_ones_own(by: str) -> None:
 
 
 def test_what_can_not_be_pruned_from_python_gets_one_sentence() -> None:
-    with pytest.raises(UserError, match="prune_module takes any network"):
+    with pytest.raises(UserError, match="use prune_module for any other network"):
         prune(Small(), 8, 0.5, loader())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"by one of li, .* not by 'magic'"):
         prune(dense("vgg11"), 32, 0.5, loader(), by="magic")  # type: ignore[arg-type]
@@ -225,8 +225,8 @@ def test_what_can_not_be_pruned_from_python_gets_one_sentence() -> None:
     for batches, words in (
         (None, "give a DataLoader"),
         (iter([(images, LABELS)]), "give a DataLoader"),
-        ([images], "pairs of tensors"),
-        ([{"images": images}], "pairs of tensors"),
+        ([images], "pair of tensors"),
+        ([{"images": images}], "pair of tensors"),
         ([(images * float("nan"), LABELS)], "not finite"),
         ([(images, LABELS + 100)], "labels are from 0 to"),
         ([(images, LABELS[:1])], "a label for each"),
@@ -239,7 +239,7 @@ def test_what_can_not_be_pruned_from_python_gets_one_sentence() -> None:
     ):
         prune_module(Small().eval(), images[:2], 0.6, [(images, LABELS)], by="taylor")
     for share, widths in ((None, None), (0.5, [4] * 8)):
-        with pytest.raises(UserError, match="a share of the MACs, or widths, and not both"):
+        with pytest.raises(UserError, match="a share of the MACs or widths, not both"):
             prune(dense("vgg11"), 32, share, loader(), widths=widths)
 
 
@@ -433,7 +433,7 @@ def test_what_a_run_can_not_prune_gets_one_sentence(
 ) -> None:
     with pytest.raises(UserError, match=r"can't leave 0\.01 of the MACs"):
         fit(pruning(start, "train.prune=0.01"), tmp_path / "a", quiet=True)
-    with pytest.raises(UserError, match="other layers or widths"):
+    with pytest.raises(UserError, match="different layers or widths"):
         fit(pruning(whole_run), tmp_path / "b", quiet=True)
     with pytest.raises(UserError, match="pruned before fit"):
         model = load_checkpoint(start.checkpoint).model

@@ -372,11 +372,11 @@ def test_a_result_goes_with_those_of_the_runs_it_needed(swept, tmp_path: Path) -
     lines = lines_of(folder / "runs.jsonl")
     student, dense = lines["student-seed0"], lines["dense-seed0"]
     path = write_lines(tmp_path / "runs.jsonl", student)
-    with pytest.raises(UserError, match=r"student-seed0 in .* is of a dense-seed0 that is not the"):
+    with pytest.raises(UserError, match=r"student-seed0 in .* belongs to another dense-seed0"):
         sweep(grid, folder / "runs", path, command="test")
     dense["values"]["last"]["accuracy"] += 0.1
     write_lines(path, student, dense)
-    with pytest.raises(UserError, match=r"student-seed0 in .* is of a dense-seed0 that is not the"):
+    with pytest.raises(UserError, match=r"student-seed0 in .* belongs to another dense-seed0"):
         sweep(grid, folder / "runs", path, command="test")
 
 
@@ -385,7 +385,7 @@ def test_a_run_goes_on_from_the_networks_it_was_begun_with(swept, tmp_path: Path
     student = grid.runs[0]
     other = Run("other", apply_overrides(grid.runs[1].config, ["train.lr=0.05"]))
     changed = apply_overrides(student.config, ["train.teacher=run:other-seed0"])
-    with pytest.raises(UserError, match="student-seed0 was begun with another start or teacher"):
+    with pytest.raises(UserError, match="student-seed0 was started with another start or teacher"):
         sweep(
             Grid((*grid.runs[1:2], other, Run("student", changed)), 1),
             folder / "runs",
@@ -514,7 +514,7 @@ def test_lessons_that_can_not_be_written_stop_no_other_run(
     assert told(commands).count("lessons-bad.safetensors") == 1
     lines = capsys.readouterr().err.splitlines()
     (failed,) = [line for line in lines if "lessons-bad.safetensors: failed" in line]
-    assert "lessons-bad.log: Error: an image is looked at in 1 to 10,000 views, not 0" in failed
+    assert "lessons-bad.log: Error: views must be from 1 to 10,000, not 0" in failed
     assert lines[-1] == "bad_student-seed0: needs a run that failed"
 
 

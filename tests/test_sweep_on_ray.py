@@ -171,7 +171,7 @@ def test_a_cluster_that_can_not_train_the_runs_is_told_at_once(
     out = tmp_path / "runs"
     for override, reason in (
         ("train.device=cuda", "no machine of the cluster has a GPU"),
-        ("train.device=cpu", f"of the cluster does not see {out}: runs lie on storage that all"),
+        ("train.device=cpu", f"of the cluster does not see {out}: set --out to a folder that all"),
     ):
         grid = read_grid(write(tmp_path, TINY), [override])
         with pytest.raises(UserError, match=re.escape(reason)):

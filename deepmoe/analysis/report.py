@@ -27,9 +27,7 @@ def check_page(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"{path} is a folder: --out takes a file, such as report.html")
     if path.exists() and not (path.is_file() and MARK in path.read_bytes()[:2000]):
-        raise UserError(
-            f"{path} is there already, and no report of deepmoe's: choose another --out"
-        )
+        raise UserError(f"{path} already exists and is not a deepmoe report: choose another --out")
     check_writable(path)
 
 

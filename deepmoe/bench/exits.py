@@ -52,7 +52,7 @@ def bench_exits(
         `ratio`: the time with exits over that without.
     """
     if model.exit_at is None:
-        raise UserError("the model has no exits: deepmoe exits makes a checkpoint with some")
+        raise UserError("the model has no exits: add some with deepmoe exits")
     sparse, count = sparsify(model, dtype=dtype), None if images is None else images // batch
 
     def batches() -> Iterator[Batch]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 images_option = click.option(
     "--images",
     type=click.IntRange(min=1),
-    help="Go through so many images, evenly spread, instead of all.",
+    help="Use this many images, evenly spread over the data. [default: all]",
 )
 
 
@@ -30,13 +30,13 @@ images_option = click.option(
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="The page, an .html file. [default: report.html beside CHECKPOINT]",
+    help="The .html file to write. [default: report.html next to CHECKPOINT]",
 )
 @click.option(
     "--beside",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Another checkpoint to compare with, such as the dense twin's. Can be given many times.",
+    help="Another checkpoint to compare with, such as the dense twin's. Can be repeated.",
 )
 @images_option
 @data_option
@@ -51,10 +51,10 @@ def report(
     network: str | None,
     as_json: bool,
 ) -> None:
-    """Write a page about CHECKPOINT to show to others.
+    """Write a report about CHECKPOINT: one HTML file, to share.
 
-    Accuracy against MACs, MACs per image, the cheapest and dearest images with what they ran, and
-    routes by class, in one HTML file that needs nothing else. For more figures: deepmoe analyze.
+    Shows accuracy against MACs, MACs per image, the cheapest and most expensive images with what
+    ran for them, and routes by class. The file needs nothing else. More detail: deepmoe analyze.
     """
     from deepmoe.analysis import write_report
     from deepmoe.analysis.report import check_page
@@ -77,22 +77,22 @@ def report(
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Folder for page, PNG and JSON files. [default: analysis beside CHECKPOINT]",
+    help="Folder to write to. [default: analysis, next to CHECKPOINT]",
 )
 @click.option(
     "--shuffle",
     type=click.IntRange(min=0),
-    help="Images to run under the gates of other classes, about as many of each class; 0: none. "
-    "[default: 1000]",
+    help="Number of images to run under the gates of other classes, spread evenly over the "
+    "classes; 0 for none. [default: 1000]",
 )
 @click.option(
     "--draws",
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
-    help="Other gates for each of those.",
+    help="Runs of each of those images, each under other gates.",
 )
-@click.option("--class", "of_class", metavar="NAME", help="Shuffle this class by itself, too.")
+@click.option("--class", "of_class", metavar="NAME", help="Also shuffle this class on its own.")
 @images_option
 @data_option
 @network_option
@@ -108,10 +108,10 @@ def analyze(
     network: str | None,
     as_json: bool,
 ) -> None:
-    """Find out what CHECKPOINT does: gates, routes, shuffled gates, single images, memory.
+    """Analyze CHECKPOINT in depth: gates, routes, shuffled gates, single images, memory.
 
-    Writes a page, its plots and pictures as PNG, and all figures as JSON into a folder. The page is
-    that of deepmoe report, with more on it.
+    Writes a folder with an HTML page, its plots and pictures as PNG, and all figures as JSON. The
+    page is the one that deepmoe report writes, with more sections.
     """
     from deepmoe.analysis import write_analysis
     from deepmoe.analysis.report import PAGE_NAME, check_folder
@@ -144,7 +144,7 @@ def analyze(
     for note in found.notes:
         say(note)
     say(f"analysis: {folder / PAGE_NAME}, and {len(files) - 1} other files")
-    say(f"to show it to others: {_command('report', checkpoint, overrides, network)}")
+    say(f"to share: {_command('report', checkpoint, overrides, network)}")
 
 
 def _command(verb: str, checkpoint: Path, overrides: tuple[str, ...], network: str | None) -> str:
@@ -172,7 +172,7 @@ def _examined(
     loaded, data = opened.checkpoint, opened.data
     for path, other in others:
         if other.data.info.class_names != data.info.class_names:
-            raise UserError(f"{path} was trained for other classes, so that it can't stand beside")
+            raise UserError(f"{path} was trained on other classes, so it can't be compared")
     with opened.autocast():
         found = examine(loaded.model, data, asked)
     subject = Subject(

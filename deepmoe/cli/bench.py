@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 ROUNDS = 15  # timed runs, unless asked for others
 
 details_option = click.option(
-    "--details", "with_details", is_flag=True, help="Also print all that was measured."
+    "--details", "with_details", is_flag=True, help="Also print every measurement."
 )
 
 
 @click.group()
 def bench() -> None:
-    """Measure speed: ratios from one interleaved run."""
+    """Measure speed, with all contenders interleaved in one process."""
 
 
 @bench.command("train", **example("deepmoe bench train quickstart --rounds 2"))
@@ -82,15 +82,18 @@ def bench_train_verb(
 @click.argument("model")
 @data_option
 @network_option
-@click.option("--wide", type=float, default=1.0, help="Factor on the gated widths.")
+@click.option("--wide", type=float, default=1.0, help="Factor to widen gated layers by.")
 @click.option("--block", help="Residual block: basic, bottleneck-a or bottleneck-b.")
 @click.option(
-    "--density", default="0.5", show_default=True, help="Share of channels that run; or several."
+    "--density",
+    default="0.5",
+    show_default=True,
+    help="Share of channels that run; several with commas.",
 )
-@click.option("--batch", default="1", show_default=True, help="Images at once; or several.")
-@click.option("--codes", type=int, help="Also measure a codebook of so many routes.")
+@click.option("--batch", default="1", show_default=True, help="Batch size; several with commas.")
+@click.option("--codes", type=int, help="Also measure a codebook of this many routes.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if available]")
-@click.option("--input", "size", metavar="PX", help="Pixels a side, or HEIGHTxWIDTH.")
+@click.option("--input", "size", metavar="PX", help="Image size: pixels a side, or HEIGHTxWIDTH.")
 @click.option("--rounds", type=int, default=ROUNDS, show_default=True, help="Timed runs of each.")
 @click.option(
     "--compile/--no-compile",
@@ -99,7 +102,7 @@ def bench_train_verb(
     help="Also try torch.compile on dense networks.",
 )
 @click.option(
-    "--save-plan", type=click.Path(path_type=Path), help="Write down which ways were fastest."
+    "--save-plan", type=click.Path(path_type=Path), help="Save which kernels were fastest."
 )
 @details_option
 @json_option
@@ -122,11 +125,11 @@ def bench_sparse_verb(
     as_json: bool,
     save: Path | None,
 ) -> None:
-    """Time MODEL, a name or a checkpoint: dense, sliced beforehand, dynamic and by codes.
+    """Time MODEL, a name or a checkpoint: dense, sliced beforehand, dynamic and with a codebook.
 
-    A name gives an untrained network with random gates; a checkpoint its own gates and exits, on
-    images of its own data or of what --set data... names. Several densities and batches, with
-    commas, are measured in every combination. A saved plan is for sparsify(model, plan=FILE).
+    A name makes an untrained network with random gates. A checkpoint runs with its own gates and
+    exits, on its own data or the data that --set data... names. Several densities and batch sizes
+    are measured in every combination. A saved plan is used by sparsify(model, plan=FILE).
     """
     import torch
 
@@ -233,9 +236,9 @@ def _untrained(
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @data_option
 @network_option
-@click.option("--batch", default="1", show_default=True, help="Images at once; or several.")
-@click.option("--images", type=int, help="Stop after so many.  [default: all of the data]")
-@click.option("--threads", type=int, help="Of the CPU.  [default: as PyTorch chooses]")
+@click.option("--batch", default="1", show_default=True, help="Batch size; several with commas.")
+@click.option("--images", type=int, help="Stop after this many images. [default: all]")
+@click.option("--threads", type=int, help="CPU threads. [default: PyTorch's choice]")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: the checkpoint's]")
 @details_option
 @json_option
@@ -252,10 +255,10 @@ def bench_exits_verb(
     as_json: bool,
     save: Path | None,
 ) -> None:
-    """Time CHECKPOINT in the sparse engine with its exits and without, over its evaluation data.
+    """Time CHECKPOINT in the sparse engine with and without its exits, on its evaluation data.
 
-    Every batch is run both ways, one right after the other. Without exits, a model that has no
-    gates is its base network alone.
+    Every batch runs both ways, one right after the other. A model without gates is compared with
+    its base network alone.
     """
     import torch
 
@@ -269,10 +272,10 @@ def bench_exits_verb(
     opened = open_checkpoint(checkpoint, (*overrides, *where), network)
     loaded, data = opened.checkpoint, opened.data
     if loaded.model.exit_at is None:
-        raise UserError(f"{checkpoint} has no exits: deepmoe exits makes a checkpoint with some")
+        raise UserError(f"{checkpoint} has no exits: add some with deepmoe exits")
     there = min(data.evaluation.images, images or data.evaluation.images)
     if max(batches) > there:
-        raise UserError(f"there are {there} images: --batch can be {there} at the most")
+        raise UserError(f"there are only {there} images: --batch can be at most {there}")
     dtype = torch.bfloat16 if opened.precision == "bf16-mixed" else None
     with threads_of_cpu(threads):
         on = data.evaluation_name

@@ -46,7 +46,7 @@ def evaluate_checkpoint(
     sparse: bool,
     as_json: bool,
 ) -> None:
-    """Evaluate CHECKPOINT on the data it was trained for, or on what --set data... names."""
+    """Evaluate CHECKPOINT on its own data, or on the data that --set data... names."""
     import torch
 
     from deepmoe.evaluation import evaluate_on
@@ -79,17 +79,18 @@ def evaluate_checkpoint(
 @click.option(
     "--by",
     type=click.Choice(["gates", "exits"]),
-    help="Close small gates, or let the embedding answer the images that it is sure of. "
-    "[default: exits where the model has some, or no gates that can be closed; else gates]",
+    help="gates: close small gates. exits: let the embedding answer images it is confident of. "
+    "[default: exits if the model has exits, or no gates to close; otherwise gates]",
 )
 @click.option(
     "--thresholds",
-    help="Of gates: in units of each layer's mean open gate; smaller ones are closed. Of exits: "
-    "how sure the embedding must be to answer; above 1, it never does. "
+    help="Thresholds to try, with commas. Gates: those below the threshold are closed, in units of "
+    "each layer's mean open gate. Exits: the confidence the embedding needs to answer; above 1, "
+    "it never does. "
     "[default: 0,0.25,0.5,0.75,1,1.25,1.5 and 1.01,0.95,0.9,0.8,0.7,0.6,0.5,0.4,0.3]",
 )
 @click.option(
-    "--refit-norms", is_flag=True, help="Measure batch norms anew for each point, on training data."
+    "--refit-norms", is_flag=True, help="Refit batch norm on training data for each point."
 )
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw the curve, as a PNG.")
 @json_option
@@ -105,10 +106,9 @@ def curve(
     as_json: bool,
     save: Path | None,
 ) -> None:
-    """Accuracy against cost of one CHECKPOINT.
+    """Show how CHECKPOINT trades accuracy for cost, without training.
 
-    Closes its small gates, more and more of them, or lets its embedding answer images, more and
-    more of them.
+    Closes more and more of its small gates, or lets its embedding answer more and more images.
     """
     from deepmoe.costs import format_macs
     from deepmoe.evaluation import cost_curve
@@ -119,7 +119,7 @@ def curve(
     if levels is not None and not all(level >= 0 for level in levels):  # nan is not, either
         raise UserError("--thresholds must not be negative")
     if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
-        raise UserError(f"--plot takes a .png in a folder that is there, not {plot}")
+        raise UserError(f"--plot takes a .png file in an existing folder, not {plot}")
     opened = open_checkpoint(checkpoint, overrides, network)
     loaded, data = opened.checkpoint, opened.data
     if data.info.task != "classification":
@@ -168,10 +168,14 @@ def curve(
 )
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
-    "--macs", "share", type=float, required=True, help="Share of the dense MACs to come down to."
+    "--macs",
+    "share",
+    type=float,
+    required=True,
+    help="Share of the dense MACs to keep, such as 0.4.",
 )
 @click.option(
-    "--out", required=True, type=click.Path(path_type=Path), help="The new checkpoint, a file."
+    "--out", required=True, type=click.Path(path_type=Path), help="The checkpoint file to write."
 )
 @data_option
 @network_option
@@ -184,12 +188,12 @@ def cut(
     network: str | None,
     as_json: bool,
 ) -> None:
-    """Make a cheaper model of CHECKPOINT: its least important channels go, norms are refitted."""
+    """Make CHECKPOINT cheaper: close its least important channels and refit batch norm."""
     from deepmoe.checkpoint import save_checkpoint
     from deepmoe.evaluation import cut_to, evaluate_on
 
     if out.exists():
-        raise UserError(f"{out} is there already: choose another --out")
+        raise UserError(f"{out} already exists: choose another --out")
     if not 0 < share <= MOST_SHARE:
         raise UserError(f"--macs is a share of the dense MACs, such as 0.4, not {share:g}")
     opened = open_checkpoint(checkpoint, overrides, network)
@@ -246,7 +250,7 @@ def check_overrides(overrides: tuple[str, ...]) -> None:
     for item in overrides:
         if not item.startswith(("data.", "train.device", "train.precision")):
             raise UserError(
-                f"--set changes data..., train.device and train.precision here, not {item}"
+                f"--set can change only data.*, train.device and train.precision here, not {item}"
             )
 
 
@@ -259,7 +263,7 @@ def changed_data(trained: "RunConfig", overrides: tuple[str, ...]) -> "RunConfig
     trained_on, asked = trained.data, config.data
     if asked.holdout not in (0, trained_on.holdout) and asked.name == trained_on.name:
         raise UserError(
-            f"the model was trained with data.holdout={trained_on.holdout}, so that it knows some "
-            f"of the images that data.holdout={asked.holdout} holds out"
+            f"the model was trained with data.holdout={trained_on.holdout}, so it has seen some of "
+            f"the images that data.holdout={asked.holdout} holds out"
         )
     return config

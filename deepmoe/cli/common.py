@@ -19,22 +19,23 @@ set_option = click.option(
     "overrides",
     metavar="KEY=VALUE",
     multiple=True,
-    help="Override a configuration key, such as train.lr=0.05. Can be given many times.",
+    help="Override a configuration key, such as train.lr=0.05. Can be repeated.",
 )
 data_option = click.option(
     "--set",
     "overrides",
     metavar="KEY=VALUE",
     multiple=True,
-    help="Change what it runs on, such as data.root=PATH: data.*, train.device, train.precision.",
+    help="Override data.*, train.device or train.precision, such as data.root=PATH. "
+    "Can be repeated.",
 )
 network_option = click.option(
     "--network",
     metavar="NAME",
-    help="What makes the base network, where it is not of the zoo: timm:NAME, package:factory, ...",
+    help="The base network, if it is not from the zoo: timm:NAME, package.module:factory, ...",
 )
 sparse_option = click.option(
-    "--sparse", is_flag=True, help="Run only the channels that the gates ask for."
+    "--sparse", is_flag=True, help="Run in the sparse engine, which skips closed channels."
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
@@ -53,7 +54,7 @@ save_option = click.option(
     "--save",
     type=click.Path(path_type=Path),
     callback=_replaceable,
-    help="Also write the results as JSON, with command, hardware and versions.",
+    help="Also write the results to a JSON file, with command, hardware and versions.",
 )
 
 
@@ -70,7 +71,7 @@ def parse_widths(text: str | None) -> str | tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UserError(
-            f"--widths takes a name or whole numbers with commas, not {text!r}"
+            f"--widths takes a name or whole numbers separated by commas, not {text!r}"
         ) from None
 
 
@@ -79,7 +80,9 @@ def parse_numbers(option: str, text: str, kind: type) -> list[Any]:
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise UserError(f"{option} takes a number, or several with commas, not {text!r}") from None
+        raise UserError(
+            f"{option} takes one or more numbers, separated by commas, not {text!r}"
+        ) from None
 
 
 def parse_size(text: str) -> tuple[int, int]:

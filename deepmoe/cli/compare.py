@@ -27,12 +27,14 @@ ALL, LIST = "all", "list"
 @click.command(**example("deepmoe compare li taylor --start dense.safetensors --macs 0.5"))
 @click.argument("names", metavar="METHOD...", nargs=-1, required=True)
 @click.option(
-    "--start", type=click.Path(path_type=Path), help="Checkpoint of the trained, dense network."
+    "--start", type=click.Path(path_type=Path), help="Checkpoint of a trained dense network."
 )
-@click.option("--preset", help="Or train it first, as this preset or .toml file says.")
-@click.option("--model", help="Fail unless the network is this one.")
-@click.option("--macs", help="Share of the dense MACs to keep, or several with commas. [0.5]")
-@click.option("--setting", help="With li: a network of the paper, such as vgg16-a, not --macs.")
+@click.option("--preset", help="Or a preset or .toml file to train it with first.")
+@click.option("--model", help="Stop if the network is not this one.")
+@click.option("--macs", help="Share of the dense MACs to keep, several with commas. [default: 0.5]")
+@click.option(
+    "--setting", help="For li: a network of its paper, such as vgg16-a, in place of --macs."
+)
 @click.option("--seeds", default="0", show_default=True, help="Seeds, with commas.")
 @click.option("--published", is_flag=True, help="Also retrain as each method's authors do.")
 @click.option(
@@ -40,9 +42,9 @@ ALL, LIST = "all", "list"
     "teachers",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Checkpoint to learn from; can be given many times. Or one file of `deepmoe teach`.",
+    help="Checkpoint to distill from, can be repeated; or one file written by `deepmoe teach`.",
 )
-@click.option("--teacher-preset", help="Or train teachers first by this preset, one a seed.")
+@click.option("--teacher-preset", help="Or a preset to train teachers with first, one per seed.")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Runs at once.")
 @click.option("--ray", metavar="ADDRESS", help="Train on this Ray cluster instead.")
 @click.option(
@@ -52,19 +54,21 @@ ALL, LIST = "all", "list"
     type=click.IntRange(0),
     help="Test images to time on the CPU, one at a time; 0 for none.",
 )
-@click.option("--no-train", is_flag=True, help="Train nothing: a table of what is finished.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder. [runs/compare_MODEL]")
+@click.option("--no-train", is_flag=True, help="Train nothing; print the table of finished runs.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder. [default: runs/compare_MODEL]"
+)
 @set_option
 @network_option
 @json_option
 def compare(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Run METHODs at the same cost, and print one table.
+    """Compare METHODs at the same cost, in one table.
 
-    METHOD is a name, or all; "deepmoe compare list" shows them. Every method starts from the same
-    trained network, comes down to the same share of its MACs, and is retrained as the start was
+    METHOD is a name, or all; "deepmoe compare list" lists the names. Every method starts from the
+    same trained network, keeps the same share of its MACs, and is retrained as that network was
     trained, unless --set says otherwise. Accuracy is that of the last epoch, on the test set.
 
-    Finished runs are not repeated: call it again to go on.
+    Finished runs are not repeated: run the command again to continue.
     """
     if names == (LIST,):
         _print_methods(as_json)
@@ -90,10 +94,10 @@ def _compare(
     from deepmoe.comparison import open_comparison, run_comparison
 
     if macs is not None and options["setting"] is not None:
-        raise UserError("--setting says how many channels stay: leave out --macs")
+        raise UserError("--setting already says how many channels stay: leave out --macs")
     macs = "0.5" if macs is None else macs
     if len(names) > 1 and not {ALL, LIST}.isdisjoint(names):
-        raise UserError(f"{ALL} and {LIST} stand alone, without other methods")
+        raise UserError(f"give {ALL} or {LIST} alone, without other methods")
     chosen = METHODS if names == (ALL,) else tuple(map(method_named, dict.fromkeys(names)))
     asked = open_comparison(
         chosen,

@@ -15,22 +15,22 @@ PORT = 7860
 @click.command(**example("deepmoe demo runs/quickstart/deepmoe/last.safetensors"))
 @click.argument("checkpoint", required=False, type=click.Path(path_type=Path))
 @network_option
-@click.option("--port", default=PORT, show_default=True, help="To listen at.")
-@click.option("--no-browser", is_flag=True, help="Only print the address.")
+@click.option("--port", default=PORT, show_default=True, help="Port to listen on.")
+@click.option("--no-browser", is_flag=True, help="Print the address and open no browser.")
 def demo(checkpoint: Path | None, network: str | None, port: int, no_browser: bool) -> None:
-    """Show on a local web page what CHECKPOINT does with your images, and what that costs.
+    """Try CHECKPOINT on your own images in a local web page, with the cost of each.
 
-    Without CHECKPOINT, the quickstart's is shown. The page is for this machine alone, and nothing
-    leaves it.
+    Without CHECKPOINT, the quickstart's is used. The page can be opened on this machine only, and
+    no data leaves it.
     """
     from deepmoe.extras import require
 
     require("demo", "gradio")
     if not 1 <= port <= 65535:
-        raise UserError(f"--port is from 1 to 65535, not {port}")
+        raise UserError(f"--port must be from 1 to 65535, not {port}")
     if checkpoint is None:
         if not QUICKSTART.is_file():
-            raise UserError(f"{QUICKSTART} is not there: run deepmoe quickstart first")
+            raise UserError(f"{QUICKSTART} does not exist: run deepmoe quickstart first")
         checkpoint = QUICKSTART
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.demo.server import serve

@@ -24,18 +24,18 @@ ONE_SET = ("digits", "cifar10", "cifar100")  # the same images, wherever they li
 )
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.option(
-    "--loss", type=float, help="Points of accuracy that may be lost on those images, such as 0.5."
+    "--loss", type=float, help="Percentage points of accuracy that may be lost, such as 0.5."
 )
 @click.option(
-    "--macs", "share", type=float, help="Share of the dense MACs to come down to, such as 0.3."
+    "--macs", "share", type=float, help="Or the share of the dense MACs to keep, such as 0.3."
 )
 @click.option(
     "--guarantee",
     type=float,
-    help="With --loss: probability with which no more is lost on other images, such as 0.95.",
+    help="With --loss: certify with this probability that no more is lost on new images.",
 )
 @click.option(
-    "--out", required=True, type=click.Path(path_type=Path), help="The new checkpoint, a file."
+    "--out", required=True, type=click.Path(path_type=Path), help="The checkpoint file to write."
 )
 @data_option
 @network_option
@@ -52,9 +52,9 @@ def exits(
 ) -> None:
     """Add early exits to CHECKPOINT.
 
-    Images that its embedding (or a narrow network in its place) is confident of never reach the
-    base network. The confidence threshold is fitted on training images that were held out: train
-    with data.holdout, such as 2000. Then: deepmoe eval OUT --set data.holdout=0
+    Its embedding (or a narrow network in its place) answers the images that it is confident of;
+    these never reach the base network. The confidence threshold is fitted on held-out training
+    images: train with data.holdout, such as 2000. Then: deepmoe eval OUT --set data.holdout=0
     """
     from deepmoe.checkpoint import save_checkpoint
     from deepmoe.evaluation import set_exits
@@ -62,7 +62,7 @@ def exits(
 
     check_asked(loss, share, guarantee)
     if out.exists():
-        raise UserError(f"{out} is there already: choose another --out")
+        raise UserError(f"{out} already exists: choose another --out")
     opened = open_checkpoint(checkpoint, overrides, network)
     loaded, data = opened.checkpoint, opened.data
     _check_fit(opened, overrides)
@@ -95,16 +95,16 @@ def _check_fit(opened: Opened, overrides: tuple[str, ...]) -> None:
     levels = [level for _, level in mu] if isinstance(mu, tuple) else [mu]
     if not any(levels):
         raise UserError(
-            "the embedding was never taught to classify (loss.embedding = 0), so that it can't "
-            "answer: train the model with loss.embedding above 0"
+            "the embedding was never trained to classify (loss.embedding = 0), so it can't answer: "
+            "train the model with loss.embedding above 0"
         )
     asked = apply_overrides(config, overrides).data
     elsewhere = any(item.startswith("data.root=") for item in overrides)
     named = asked.name != config.data.name or (elsewhere and asked.name not in ONE_SET)
     if opened.data.evaluation_name != "holdout" and not named:
         raise UserError(
-            "exits are found on images that the model has not learnt from, and not on the test "
-            "set: train it with data.holdout, such as 2000, or name others by --set data.root"
+            "exits are fitted on images that the model was not trained on, and not on the test "
+            "set: train it with data.holdout, such as 2000, or give others with --set data.root"
         )
 
 

@@ -35,12 +35,16 @@ USE = {
 @click.option(
     "--route",
     type=click.Choice(["static", "codes"]),
-    help="Of a gated network. static: the channels that most images run, for all images. codes: "
-    "those of each image's code. [default: codes where it has some]",
+    help="For a gated network. static: one set of channels for all images. codes: the channels of "
+    "each image's code. [default: codes if the model has some, otherwise static]",
 )
-@click.option("--codes", type=int, help="Find so many codes, where a gated network has none.")
-@click.option("--out", type=click.Path(path_type=Path), help="The file. [beside CHECKPOINT]")
-@click.option("--input", "size", metavar="PX", help="Pixels a side, or HEIGHTxWIDTH.")
+@click.option("--codes", type=int, help="Learn this many codes, for a gated network without any.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="The file to write. [default: next to CHECKPOINT]",
+)
+@click.option("--input", "size", metavar="PX", help="Image size: pixels a side, or HEIGHTxWIDTH.")
 @data_option
 @network_option
 @json_option
@@ -55,9 +59,9 @@ def export(
     network: str | None,
     as_json: bool,
 ) -> None:
-    """Write CHECKPOINT as a file for other runtimes, with the savings in it; check it and time it.
+    """Export CHECKPOINT to ONNX or torch.export without its unused channels; check and time it.
 
-    Routes are found on training images of CHECKPOINT's data, or of what --set data... names.
+    Routes are found on CHECKPOINT's training images, or on the data that --set data... names.
     """
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.export import export_checkpoint
@@ -67,7 +71,7 @@ def export(
     check_installed(format_)
     out = out or checkpoint.with_suffix(ENDINGS[format_])
     if out.exists():
-        raise UserError(f"{out} is there already: choose another --out")
+        raise UserError(f"{out} already exists: choose another --out")
     check_writable(out)
     asked = None if size is None else parse_size(size)
     loaded = load_checkpoint(checkpoint, network=network)
@@ -102,6 +106,7 @@ def _data_of(
             raise
         if needs_images(loaded.model, route, codes):
             raise UserError(
-                f"{error}; the route is found on training images: --set data.root=PATH names them"
+                f"{error}; the route is found on training images: give them with "
+                "--set data.root=PATH"
             ) from error
         return None

@@ -1,4 +1,4 @@
-"""The verbs that tell of models and presets, and train nothing."""
+"""The verbs that describe models and presets, and train nothing."""
 
 import dataclasses
 import json
@@ -21,11 +21,15 @@ def network_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(
         (
             click.argument("model"),
-            click.option("--wide", type=float, default=1.0, help="Factor on the gated widths."),
+            click.option(
+                "--wide", type=float, default=1.0, help="Factor to widen gated layers by."
+            ),
             click.option("--block", help="Residual block: basic, bottleneck-a or bottleneck-b."),
             click.option("--widths", help="Widths by name (w13-all) or as a list (64,64,128,...)."),
             click.option("--classes", type=int, help="Number of classes. [default: the model's]"),
-            click.option("--input", "size", metavar="PX", help="Pixels a side, or HEIGHTxWIDTH."),
+            click.option(
+                "--input", "size", metavar="PX", help="Image size: pixels a side, or HEIGHTxWIDTH."
+            ),
         )
     ):
         command = option(command)
@@ -44,9 +48,9 @@ def macs(
     size: str | None,
     as_json: bool,
 ) -> None:
-    """Count parameters and MACs of MODEL, ungated, at an input size.
+    """Count the parameters and MACs of MODEL, ungated, at an input size.
 
-    MODEL is a name of the zoo, or timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID,
+    MODEL is a name from the zoo, timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID or
     package.module:factory.
     """
     import torch
@@ -72,10 +76,12 @@ def macs(
 @click.command(**example("deepmoe describe timm:resnet50 --gates all"))
 @network_options
 @click.option(
-    "--gates", default="inner", show_default=True, help="inner, all, or names of layers: a,b,c."
+    "--gates", default="inner", show_default=True, help="inner, all, or layer names: a,b,c."
 )
 @click.option("--layers", "with_layers", is_flag=True, help="Also list all layers.")
-@click.option("--check", "with_check", is_flag=True, help="Also try out that gates keep the rules.")
+@click.option(
+    "--check", "with_check", is_flag=True, help="Also check that gates keep their promises."
+)
 @json_option
 def describe(
     model: str,
@@ -89,9 +95,9 @@ def describe(
     with_check: bool,
     as_json: bool,
 ) -> None:
-    """Tell what MODEL consists of: groups of channels, gates, costs, and why some have no gate.
+    """Show what MODEL consists of: channel groups, gates, costs, and why some have no gate.
 
-    MODEL is a name of the zoo, or timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID,
+    MODEL is a name from the zoo, timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID or
     package.module:factory.
     """
     import torch
@@ -112,7 +118,7 @@ def describe(
     else:
         _print_description(values, with_layers)
     if not passed:
-        raise UserError(f"{model} breaks a rule of gating, see above")
+        raise UserError(f"{model} fails a check of its gates, see FAIL above")
 
 
 def _make(
@@ -191,7 +197,7 @@ def _first(names: list[str]) -> str:
 @click.command(**example("deepmoe models --json"))
 @json_option
 def models(as_json: bool) -> None:
-    """List the models, with their usual input and their counts."""
+    """List the models with their input size, parameters and MACs."""
     from deepmoe.costs import format_macs, zoo_costs
 
     listed = zoo_costs()
@@ -217,7 +223,7 @@ def models(as_json: bool) -> None:
 @click.argument("preset", required=False)
 @set_option
 def config(preset: str | None, overrides: tuple[str, ...]) -> None:
-    """Print PRESET resolved, as TOML, and its comment; without a name, list the presets."""
+    """Print PRESET as TOML, with every key; without a name, list the presets."""
     from deepmoe.config import config_to_toml, load_config, preset_comment, preset_names
 
     if preset is None:

@@ -21,10 +21,10 @@ ALL, LIST = "all", "list"
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--scale", default="short", show_default=True, help="full, short or smoke.")
 @set_option
-@click.option("--seeds", help="Seeds of all rows, with commas. [as the scale says]")
+@click.option("--seeds", help="Seeds for all rows, with commas. [default: those of the scale]")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Runs at once.")
 @click.option("--ray", metavar="ADDRESS", help="Train on this Ray cluster instead.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder. [runs/paper/SCALE]")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder. [default: runs/paper/SCALE]")
 @click.option("--dry-run", is_flag=True, help="List the runs and their epochs; train nothing.")
 @json_option
 def paper(
@@ -38,14 +38,14 @@ def paper(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Make tables and figures of the paper, ours beside theirs.
+    """Reproduce tables and figures of the paper, with our results beside the paper's.
 
-    NAME is that of a table or figure, or all; without one, they are listed, with what each needs
-    and how long it takes. Scale full is the paper's schedule, short what one H200 does in minutes
-    or hours, smoke a trial on made-up data.
+    NAME is a table or figure, or all. Without a name, they are listed with the data and time that
+    each needs. The full scale is the paper's schedule; short takes one H200 minutes or hours;
+    smoke is a trial on made-up data.
 
-    Runs are shared between names and not repeated: call it again to go on. Each name leaves
-    OUT/NAME.md, .png and .json.
+    Names share their runs, and finished runs are not repeated: run the command again to continue.
+    Each name writes OUT/NAME.md, .png and .json.
     """
     from deepmoe.extras import require
 
@@ -56,7 +56,7 @@ def paper(
         _list(as_json)
         return
     if len(names) > 1 and not {ALL, LIST}.isdisjoint(names):
-        raise UserError(f"{ALL} and {LIST} stand alone, without other names")
+        raise UserError(f"give {ALL} or {LIST} alone, without other names")
     every = names == (ALL,)
     pages = list(PAGES.values()) if every else [page_named(n) for n in dict.fromkeys(names)]
     asked = scale_named(scale)
@@ -87,7 +87,7 @@ def paper(
         say(f"next: {_next(names, scale, finished[-1])}")
     lacking = [done.page.name for done in finished if not done.complete]
     if lacking:
-        raise UserError(f"some runs of {', '.join(lacking)} have no result; their logs tell why")
+        raise UserError(f"some runs of {', '.join(lacking)} have no result; their logs say why")
 
 
 def _print(done: "Finished") -> None:
@@ -171,8 +171,8 @@ def _list(as_json: bool) -> None:
             for page in PAGES.values()
         ],
     )
-    say("Times are estimates for one H200 with --jobs 5; smoke: for a CPU, one core of it.")
-    say("Data is looked for in data, or where --set data.root=PATH says; smoke makes up its own.")
+    say("Times are estimates for one H200 with --jobs 5; smoke: for one CPU core.")
+    say("Data is read from the folder data, or from --set data.root=PATH; smoke makes up its own.")
     for source in SOURCES.values():
         say(f"{source.title}: {source.layout}")
     say("next: deepmoe paper all --scale smoke")

@@ -30,12 +30,12 @@ MARK, MARKED = "Software", "deepmoe predict"  # in each picture: later calls rep
 @click.command(**example("deepmoe predict runs/quickstart/deepmoe/last.safetensors photos/"))
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--top", default=3, show_default=True, help="How many classes to tell.")
+@click.option("--top", default=3, show_default=True, help="How many classes to print.")
 @click.option("--csv", "table", type=click.Path(path_type=Path), help="Also write a CSV file.")
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="For segmentation: folder of the pictures, NAME.classes.png and NAME.overlay.png for each "
+    help="For segmentation: folder to write to, NAME.classes.png and NAME.overlay.png for each "
     "image, and legend.png.",
 )
 @network_option
@@ -51,10 +51,10 @@ def predict(
     sparse: bool,
     as_json: bool,
 ) -> None:
-    """Classify IMAGES with CHECKPOINT, or segment them, and tell what each one cost.
+    """Classify or segment IMAGES with CHECKPOINT, and print what each one cost.
 
     IMAGES are files, folders, or patterns such as "photos/**/*.jpg". Images that can't be read are
-    reported, and the others answered; the exit code is 2 then.
+    reported and skipped; the exit code is then 2.
     """
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.evaluation import SegmentationPrediction, Unanswered
@@ -64,7 +64,7 @@ def predict(
     if table is not None:
         check_replaceable(table, START)
     if out is not None and out.is_dir() and os.path.realpath(out) in map(os.path.realpath, images):
-        raise UserError(f"--out is a folder of its own, and {out} that of the images")
+        raise UserError(f"--out takes a folder of its own, but {out} holds the images")
     loaded = load_checkpoint(checkpoint, network=network)
     pictures = None if out is None else Pictures(out, loaded)
     if sparse:
@@ -142,9 +142,11 @@ class Pictures:
         from deepmoe.evaluation.segmentation_prediction import legend
 
         if loaded.info.task != "segmentation":
-            raise UserError("--out takes the pictures of a segmentation: this model classifies")
+            raise UserError(
+                "--out is for segmentation models, but this model classifies: leave it out"
+            )
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"--out takes a folder, and {folder} is a file")
+            raise UserError(f"--out takes a folder, but {folder} is a file")
         self.folder = folder
         self.names: set[str] = {LEGEND_NAME}
         if self._is_foreign(LEGEND_NAME):

@@ -21,25 +21,27 @@ SHOWN = {  # key: title
 
 @click.command(**example("deepmoe sweep grid.toml --jobs 2"))
 @click.argument("grid", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Folder of the runs. [runs/NAME]")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Folder for the runs. [default: runs/NAME]"
+)
 @click.option(
     "--results",
     type=click.Path(path_type=Path),
-    help="File of the figures. [runs.jsonl, beside GRID]",
+    help="File for the results. [default: runs.jsonl next to GRID]",
 )
 @click.option(
     "--jobs",
     type=click.IntRange(1),
-    help="Runs side by side; with --ray, on each GPU. [default: as GRID says]",
+    help="Runs at once; with --ray, on each GPU. [default: as GRID says]",
 )
-@click.option("--only", help="Names of runs, with commas; * stands for anything. [default: all]")
+@click.option("--only", help="Names of runs, with commas; * matches anything. [default: all]")
 @click.option(
     "--ray",
     metavar="ADDRESS",
-    help="A Ray cluster to train on: HOST:PORT of its head, ray://HOST:PORT, or auto for the one "
-    "this machine is of. A run takes its threads (OMP_NUM_THREADS, or 2) and, unless train.device "
-    "is cpu, its share of a GPU where there are any: half of one with --jobs 2. All machines see "
-    "the folder of the runs. [default: this machine]",
+    help="A Ray cluster to train on: HOST:PORT of its head, ray://HOST:PORT, or auto for the "
+    "cluster of this machine. A run takes its threads (OMP_NUM_THREADS, or 2) and, unless "
+    "train.device is cpu, its share of a GPU if there is one: half of one with --jobs 2. All "
+    "machines must see the folder of the runs. [default: this machine]",
 )
 @set_option
 @json_option
@@ -53,13 +55,13 @@ def sweep(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Train all runs of GRID, a .toml file, several side by side, and compare them.
+    """Train all runs of GRID, a .toml file, and compare them.
 
-    NAME is that of the file, or of its folder if the file is called grid.toml.
+    NAME is the name of the file, or of its folder if the file is called grid.toml.
 
-    Runs that have a result already are left alone, and those that were interrupted go on from
-    their last checkpoint: call it again to finish a sweep. --set applies to all runs. What --only
-    names comes with the runs that it needs.
+    Finished runs are not repeated, and interrupted runs resume from their last checkpoint: run the
+    command again to finish a sweep. --set applies to all runs. --only also trains the runs that
+    the named ones need.
     """
     from deepmoe.sweep import RESULTS_NAME, grid_name, read_grid, read_results, summary
     from deepmoe.sweep import sweep as run_sweep
@@ -80,7 +82,7 @@ def sweep(
     else:
         print_table(["run", "seeds", *(SHOWN[key] for key in keys)], cells)
     if not complete:
-        raise UserError("some runs have no result; their logs tell why")
+        raise UserError("some runs have no result; their logs say why")
 
 
 def _cell(row: dict[str, object], key: str) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def out_option(name: str) -> Callable[[Any], Any]:
     """Where a verb leaves its run."""
-    help_text = f"Folder of the run. [default: runs/{name}]"
+    help_text = f"Folder for the run. [default: runs/{name}]"
     return click.option("--out", type=click.Path(path_type=Path), help=help_text)
 
 
@@ -26,8 +26,8 @@ def out_option(name: str) -> Callable[[Any], Any]:
 @click.argument("preset")
 @set_option
 @out_option("PRESET")
-@click.option("--resume", is_flag=True, help="Go on from the last checkpoint, if there is one.")
-@click.option("--overwrite", is_flag=True, help="Replace a run that is in the folder already.")
+@click.option("--resume", is_flag=True, help="Resume from the last checkpoint, if there is one.")
+@click.option("--overwrite", is_flag=True, help="Replace a run that is already in the folder.")
 @click.option("--devices", type=int, default=1, help="Devices on each node.", show_default=True)
 @click.option("--nodes", type=int, default=1, help="Nodes, under torchrun or SLURM.")
 def train(
@@ -39,7 +39,7 @@ def train(
     devices: int,
     nodes: int,
 ) -> None:
-    """Train a model as PRESET says: the name of a preset, or a .toml file."""
+    """Train a model from PRESET, the name of a preset or a .toml file."""
     from deepmoe.config import load_config
     from deepmoe.sources import is_source
     from deepmoe.training import fit
@@ -68,36 +68,38 @@ def train(
 
 @click.command(**example("deepmoe teach runs/a/last.safetensors --out lessons.safetensors"))
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--views", default=30, show_default=True, help="Crops and mirrorings of each image.")
+@click.option(
+    "--views", default=30, show_default=True, help="Random crops and flips of each image."
+)
 @click.option(
     "--out",
     required=True,
     type=click.Path(path_type=Path),
-    help="The file that train.teacher takes.",
+    help="The file to write, for train.teacher.",
 )
 @data_option
 def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple[str, ...]) -> None:
-    """Cache what CHECKPOINTS, as teachers, say of all training images, for many runs to learn from.
+    """Cache the outputs of CHECKPOINTS on all training images, for distillation in many runs.
 
-    They look at a few crops of each image, once. A run with train.teacher = OUT sees one of these
-    crops in each epoch, and learns from what the teachers said of it. For data in memory: CIFAR,
-    digits.
+    The teachers run once on several crops of each image. A run with train.teacher = OUT sees one
+    of these crops in each epoch and learns from the teachers' outputs for it. Works for data held
+    in memory: CIFAR and digits.
     """
     from deepmoe.training.lessons import teach_from
 
     if out.exists():
-        raise UserError(f"{out} is there already: choose another --out")
+        raise UserError(f"{out} already exists: choose another --out")
     lessons = teach_from(checkpoints, views, out, overrides)
     say(f"{lessons.views} views of {lessons.images:,} images; teachers: {len(checkpoints)}")
     taught = f"--set train.teacher={out} --set loss.distillation=0.9"
-    say(f"to learn from it: deepmoe train PRESET {taught}")
+    say(f"next: deepmoe train PRESET {taught}")
 
 
 @click.command(**example("deepmoe quickstart"))
 @set_option
 @out_option("quickstart")
-@click.option("--resume", is_flag=True, help="Go on from the last checkpoints.")
-@click.option("--overwrite", is_flag=True, help="Replace runs that are in the folder already.")
+@click.option("--resume", is_flag=True, help="Resume from the last checkpoints.")
+@click.option("--overwrite", is_flag=True, help="Replace runs that are already in the folder.")
 def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overwrite: bool) -> None:
     """Train a small DeepMoE and its dense twin on built-in data, and write a report."""
     from deepmoe.analysis import comparison
@@ -121,7 +123,7 @@ def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overw
 
 def _check_choice(resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
-        raise UserError("--resume and --overwrite contradict each other")
+        raise UserError("give --resume or --overwrite, not both")
 
 
 def _warn_of_batch_size(preset: str, config: "RunConfig", overrides: tuple[str, ...]) -> None:

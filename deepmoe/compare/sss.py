@@ -23,7 +23,7 @@ def select(task: PruningTask) -> Choice:
     if task.factors is None:
         raise UserError(
             "sss prunes a network that was trained with scaling factors: "
-            'train.start is to be one of heads.kind = "scale"'
+            'set train.start to one with heads.kind = "scale"'
         )
     scores = [f.detach().abs().double().cpu() for f in task.factors]
     masks = strongest(scores, task.widths_by_threshold(scores))

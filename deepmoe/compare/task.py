@@ -59,7 +59,7 @@ class PruningTask:
         """For each group, whether it keeps all channels: published methods leave streams alone."""
         fixed = [group.is_stream for group in self.groups]
         if all(fixed):
-            raise UserError("this network has residual streams alone, which this method leaves")
+            raise UserError("this network has only residual streams, which this method can't prune")
         return fixed
 
     def even_widths(self) -> Widths:

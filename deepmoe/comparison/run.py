@@ -106,7 +106,7 @@ def _check_inputs(asked: Asked, out: Path) -> None:
     noted = out / INPUTS_NAME
     if not noted.exists() and any(out.glob(last_checkpoint(Path(), "*").as_posix())):
         raise UserError(
-            f"{out} holds runs, but no {INPUTS_NAME} that tells what they start and learn from: "
+            f"{out} holds runs, but no {INPUTS_NAME} that says what they start and learn from: "
             "give another --out"
         )
     if noted.exists() and _read_inputs(noted) != inputs:

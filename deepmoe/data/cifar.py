@@ -106,7 +106,7 @@ def _find(root: Path, name: str) -> tuple[Path, CifarArchive]:
             if all(map(os.path.exists, wanted)):
                 return folder, archive
     folders = " or ".join(archive.folder for archive in ARCHIVES[name])
-    raise UserError(f"data folder {root} holds no {name}: looked for {folders}")
+    raise UserError(f"data folder {root} has no {name}: looked for {folders}")
 
 
 def _read_files(paths: list[Path], archive: CifarArchive, classes: int) -> Split:

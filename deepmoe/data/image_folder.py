@@ -218,9 +218,7 @@ def _check(config: DataConfig) -> int:
 
 def _check_classes(tree: FileTree, classes: list[str]) -> None:
     if len(classes) < 2:
-        raise UserError(
-            f"{tree.root} has one class only ({classes[0]}): there is nothing to tell apart"
-        )
+        raise UserError(f"{tree.root} has only one class ({classes[0]}): at least two are needed")
     alike = defaultdict(list)
     for name in classes:
         alike[unicodedata.normalize("NFKC", name).casefold()].append(name)

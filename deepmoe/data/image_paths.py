@@ -32,7 +32,7 @@ def image_files(given: str | Path, without: Collection[Path] = ()) -> list[Path]
         found = [Path(name) for name in sorted(glob.glob(str(given), recursive=True))]
         found = [name for name in found if name.is_file()]
         if not found:
-            raise UserError(f"no file fits {given}")
+            raise UserError(f"no file matches {given}")
         return found
     return [path]
 

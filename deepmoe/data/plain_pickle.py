@@ -138,10 +138,10 @@ class _Machine:
             raise ValueError("only dicts have items")
         for key, value in zip(values[::2], values[1::2], strict=True):
             if not isinstance(key, str | bytes) or len(key) > MOST_CHARACTERS:
-                raise UserError("a key of a dict is something else than a short string")
+                raise UserError("a key of a dict is not a short string")
             text = key.decode("latin1") if isinstance(key, bytes) else key
             if text in target:
-                raise UserError(f"the key {text!r} is there twice")
+                raise UserError(f"the key {text!r} appears twice")
             target[text] = value
 
     def push_dict(self, _: Any) -> None:

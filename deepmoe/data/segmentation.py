@@ -133,9 +133,7 @@ def open_segmentation(
     for pairs in (train, evaluation):
         files.check_labels(pairs)
     if len(names) < 2:
-        raise UserError(
-            f"{config.root} has one class only ({names[0]}): there is nothing to tell apart"
-        )
+        raise UserError(f"{config.root} has only one class ({names[0]}): at least two are needed")
     sizes = files.sizes(train)
     mean, std = (info.mean, info.std) if info else (IMAGENET_MEAN, IMAGENET_STD)
     found = DataInfo(names, config.crop or _common(sizes), mean, std, "segmentation")

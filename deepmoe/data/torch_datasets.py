@@ -139,13 +139,14 @@ def open_datasets(
     for dataset, what in ((train, "training"), (evaluation, "validation")):
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise UserError(
-                f"the {what} data is a {type(dataset).__name__}, without numbered items"
+                f"the {what} data must be a map-style dataset, not a {type(dataset).__name__} "
+                "without numbered items"
             )
         if not isinstance(dataset, Sized) or not len(dataset):
-            raise UserError(f"the {what} data has no items, or no length")
+            raise UserError(f"the {what} data is empty, or has no length")
     found = info or _look_at(train, classes)
     if found.classes != classes:
-        raise UserError(f"the model tells {classes} classes apart, but the data {found.classes}")
+        raise UserError(f"the model has {classes} classes, but the data has {found.classes}")
 
     def loader(dataset: Dataset, what: str, items: np.ndarray | None, part: Shard) -> WorkerLoader:
         return WorkerLoader(

@@ -72,7 +72,7 @@ def listening(port: int) -> Iterator[socket.socket]:
             listener.listen()
         except OSError as error:
             raise UserError(
-                f"port {port} can't be used ({error.strerror}): name another one with --port"
+                f"port {port} can't be used ({error.strerror}): choose another with --port"
             ) from error
         yield listener
 

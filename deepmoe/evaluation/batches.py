@@ -82,7 +82,7 @@ def check_model(model: Any) -> None:
     """Refuses what is no model of ours."""
     if not isinstance(model, DeepMoE):
         kind = type(model).__name__
-        raise UserError(f"a model of deepmoe's is needed, not a {kind}: see create_model and gate")
+        raise UserError(f"a deepmoe model is needed, not a {kind}: see create_model and gate")
 
 
 def checked_batches(batches: Any, classes: int | None) -> Iterator[tuple[Tensor, Tensor]]:
@@ -104,7 +104,7 @@ def checked_batches(batches: Any, classes: int | None) -> Iterator[tuple[Tensor,
         pair = isinstance(batch, tuple | list) and len(batch) == 2
         if not pair or not all(isinstance(part, Tensor) for part in batch):
             raise UserError(
-                "batches are pairs of tensors, images and their labels: a dataset goes into a "
+                "a batch must be a pair of tensors, images and their labels: put a dataset into a "
                 "torch DataLoader first"
             )
         x_BCHW, labels = batch
@@ -112,7 +112,7 @@ def checked_batches(batches: Any, classes: int | None) -> Iterator[tuple[Tensor,
             shapes = f"{tuple(x_BCHW.shape)} and {tuple(labels.shape)}"
             raise UserError(
                 "a batch holds images (images, channels, height, width) and a label for each, "
-                f"not tensors of {shapes}; a dataset goes into a torch DataLoader first"
+                f"not tensors of {shapes}; put a dataset into a torch DataLoader first"
             )
         on_cpu = labels.device.type == "cpu"  # a GPU would be waited for
         if classes is not None and labels.dim() == 1 and on_cpu:

@@ -67,7 +67,7 @@ def cost_curve(
     if by == "gates":
         return _gate_curve(model, batches, levels, refit)
     if refit is not None:
-        raise UserError("norms are measured anew where gates are closed: exits don't change them")
+        raise UserError("batch norm is refitted where gates are closed: exits don't change it")
     answers = collect_answers(model, batches)
     return [CurvePoint(level, answers.evaluation(level)) for level in levels]
 
@@ -96,7 +96,7 @@ def _gate_curve(
 def _check_gates(model: DeepMoE) -> None:
     model.check_ahead()
     if not model.gated or not sum(model.gating.widths):
-        raise UserError("a dense network has no gates, so that its cost can't be changed")
+        raise UserError("a dense network has no gates to close, so its cost can't be changed")
     if model.codebook is not None:
         raise UserError("the routes of a codebook are fixed: its cost can't be changed")
 

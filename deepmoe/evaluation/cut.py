@@ -37,7 +37,7 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
     refuse_experts(model, "it has no gates, so that its cost can't be changed")
     model.check_ahead()
     if not model.gated:
-        raise UserError("a dense network has no gates, so that its cost can't be changed")
+        raise UserError("a dense network has no gates to close, so its cost can't be changed")
     if not isinstance(model.heads, GateHeads) and model.codebook is None:
         raise UserError("cut closes gates of relu heads or a codebook, and this model has neither")
     widths, dense = model.gating.widths, dense_macs(model, size)

@@ -217,11 +217,11 @@ def check_asked(loss: float | None, macs: float | None, guarantee: float | None)
     """Refuses a wish for exits that is none, or two."""
     if (loss is None) == (macs is None):
         raise UserError(
-            "exits are for a loss of accuracy or for a cost: give a loss, such as 0.5, or macs, "
-            "such as 0.2, and not both"
+            "exits are fitted for a loss of accuracy or for a cost: give a loss, such as 0.5, or "
+            "macs, such as 0.2, and not both"
         )
     if guarantee is not None and loss is None:
-        raise UserError("a guarantee is about a loss of accuracy: give loss with it")
+        raise UserError("a guarantee bounds a loss of accuracy: give a loss with it")
 
 
 def exit_for_macs(answers: Answers, share: float) -> ExitFigures:
@@ -312,8 +312,8 @@ def exit_certified(answers: Answers, points: float, guarantee: float) -> ExitFig
         certified = figures
     if certified is None or not certified.exited:
         raise UserError(
-            f"no exit can be certified to lose at most {points:g} points: even of the images that "
-            "the embedding is surest of, it spoils too many"
+            f"no exit can be certified to lose at most {points:g} points: the embedding gets too "
+            "many images wrong even among those it is most confident of"
         )
     return certified
 

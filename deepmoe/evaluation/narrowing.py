@@ -32,7 +32,9 @@ def narrowed_model(model: DeepMoE, used: Sequence[Tensor] | Sequence[np.ndarray]
     """
     check_gated(model, "narrowed_model")
     if model.on_the_way:
-        raise UserError("gates that are made of features on the way can't be narrowed")
+        raise UserError(
+            "gates that are computed while the network runs (fbs, rnp) can't be narrowed"
+        )
     network, gating, left = model.gating.narrow(model.network, list(map(torch.as_tensor, used)))
     starts = [sum(model.gating.widths[:i]) for i in range(len(left))]
     rows = torch.cat([at + start for at, start in zip(left, starts, strict=True)])

@@ -122,10 +122,10 @@ def predict_each(
     if isinstance(images, str | Path) or not isinstance(images, Iterable):
         raise UserError("predict takes a list of image files")
     if type(top) is not int or top < 1:
-        raise UserError(f"at least one class is told, not {top}")
+        raise UserError(f"top must be at least 1, not {top}")
     if checkpoint.config.data.name == GIVEN and checkpoint.info.std == UNKNOWN_STD:
         raise UserError(
-            "the model learnt from datasets that did not say how images are normalised: "
+            "the model was trained on datasets that did not say how images are normalised: "
             "train it with fit(..., info=DataInfo(...))"
         )
     checkpoint.model.check_finite()

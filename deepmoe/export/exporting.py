@@ -82,7 +82,7 @@ def export_checkpoint(
     if not error <= TOLERANCE:  # nan is not, either
         raise UserError(
             f"the exported network differs from the model's by {error:.1e} of its largest output, "
-            "so that nothing was written: please report this"
+            "so nothing was written: please report this"
         )
     times = _interleaved(calls, images)
     write_atomically(Path(out), content)
@@ -124,7 +124,7 @@ def _check_asked(
         raise UserError("--codes goes with --route codes")
     if needs_images(model, route, codes) and data is None:
         raise UserError(
-            "the route of a gated network is found on its training images: name them by "
+            "the route of a gated network is found on its training images: give them with "
             "--set data.name=... --set data.root=PATH, or train it with train.codes"
         )
 

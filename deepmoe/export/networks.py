@@ -54,7 +54,7 @@ def with_codes(model: DeepMoE, codes: int, images: Batches, size: tuple[int, int
     if model.codebook is not None:
         raise UserError("the model has codes of its own: leave out --codes")
     if not 1 <= codes <= MOST_CODES:
-        raise UserError(f"there are 1 to {MOST_CODES} codes, each with a network, not {codes}")
+        raise UserError(f"--codes must be from 1 to {MOST_CODES}, not {codes}")
     book = learn_codebook(model, images, codes, size)
     return model.with_gates(codebook=book, thresholds=model.thresholds)
 
@@ -125,7 +125,7 @@ def _check_alike(model: DeepMoE, network: nn.Module, images: Batches) -> None:
         raise UserError(
             f"images differ in the channels that they run: with one route for all, "
             f"{same / all_:.0%} of the training {what} keep the class that the model gives them; "
-            "use --route codes, where --codes 4 finds some"
+            "use --route codes --codes 4"
         )
 
 

@@ -218,7 +218,7 @@ class Channels(Shapes):
         norm: Any = self.root.get_submodule(str(path))
         if norm.running_mean is None:
             raise UserError(
-                f"the norm {path} depends on the whole batch in evaluation too, so that gates of "
+                f"the norm {path} depends on the whole batch in evaluation too, so the gates of "
                 "one image would change the others: give it track_running_stats=True"
             )
         for name in ("weight", "bias", "running_mean", "running_var"):
@@ -302,7 +302,7 @@ class Channels(Shapes):
         every = range(labels.dim()) if dims is None else dims
         if 0 in [d % labels.dim() for d in (every if isinstance(every, Iterable) else [every])]:
             raise UserError(
-                f"the network mixes the images of a batch ({node.name}), so that gates of one "
+                f"the network mixes the images of a batch ({node.name}), so the gates of one "
                 "would change the others"
             )
         if dims is None:

@@ -26,8 +26,8 @@ def without_classifier(graph: Graph) -> Graph:
     shape = shapes.env[read].shape if isinstance(read, fx.Node) else torch.Size()
     if last.is_conv or len(shape) != 2 or len(last.outs) != graph.classes:
         raise UserError(
-            f"the network has no features to tell images apart by: its last layer, {last.path}, is "
-            "no linear classifier of one vector an image"
+            f"the network has no features to cluster images by: its last layer, {last.path}, is "
+            "not a linear classifier of one vector per image"
         )
     assert isinstance(read, fx.Node)
     program, copies = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -156,8 +156,9 @@ class Graph:
         """Refuses images of a size that the network's code does not allow."""
         if self.size is not None and size != self.size:
             raise UserError(
-                f"the network was captured for images of {self.size[0]}x{self.size[1]} px, which "
-                f"its code holds on to: for {size[0]}x{size[1]}, gate it with such images"
+                f"the network was captured for images of {self.size[0]}x{self.size[1]} px, and its "
+                f"code works for no others: to use {size[0]}x{size[1]}, gate it with images of "
+                "that size"
             )
 
 
@@ -191,7 +192,7 @@ def _check_arguments(module: Any, images: Any) -> None:
     if not isinstance(images, Tensor):
         raise UserError(f"images are a tensor, such as the network takes, not {type(images)}")
     if images.dim() == 4 and not images.numel():
-        raise UserError(f"images of shape {tuple(images.shape)} are none: give at least one")
+        raise UserError(f"images of shape {tuple(images.shape)} are empty: give at least one")
 
 
 def _check_weights(module: nn.Module, program: fx.Graph) -> None:

@@ -70,7 +70,7 @@ def make_vgg(
     if isinstance(widths, str):
         if depth != 16 or widths not in VGG16_WIDTHS:
             raise UserError(
-                f"vgg{depth} knows no widths named {widths!r}; "
+                f"vgg{depth} has no widths named {widths!r}; "
                 f"vgg16 has {', '.join(VGG16_WIDTHS)}, and any VGG takes a list"
             )
         widths = VGG16_WIDTHS[widths]

@@ -43,7 +43,7 @@ def page_named(name: str) -> Page:
     """
     if name not in PAGES:
         raise UserError(
-            f"the paper has nothing named {name!r} here{suggest(name, PAGES)}; there are "
+            f"no table or figure is named {name!r}{suggest(name, PAGES)}; there are "
             f"{', '.join(PAGES)}, and all"
         )
     return PAGES[name]

@@ -86,7 +86,7 @@ class Plan:
                 self._infos[data] = open_data(config, batch_size=2).info
             except UserError as error:
                 raise UserError(
-                    f"{source.title} can't be used ({error}): by --set data.root=PATH, give "
+                    f"{source.title} can't be used ({error}): with --set data.root=PATH, give "
                     f"{source.layout}; looked for in {source.looked_for(self.root)}"
                 ) from error
         return self._infos[data]

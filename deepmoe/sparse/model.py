@@ -80,8 +80,8 @@ def sparsify(
     waiting = model.embedding is not None and not isinstance(model, HardMoE)
     if waiting and not model.gated and model.exit_at is None:
         raise UserError(
-            "the model has no gates, and its exits are not set, so that there is nothing to skip: "
-            "run deepmoe exits first"
+            "the model has no gates, and its exits are not set, so there is nothing to skip: run "
+            "deepmoe exits first"
         )
     model.check_finite()
     if next(model.parameters()).device.type == "cpu":

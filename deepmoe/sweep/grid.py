@@ -287,5 +287,5 @@ def _in_order(runs: Sequence[Run]) -> list[Run]:
         left = [run for run in left if run not in ready]
     if left:
         run = left[0]
-        raise UserError(f"run {run.name} needs {', '.join(run.needs)}, which can't come before it")
+        raise UserError(f"run {run.name} needs {', '.join(run.needs)}, and can't come after it")
     return ordered

@@ -205,8 +205,8 @@ def _check_folder(out: Path, nodes: Sequence[Mapping[str, Any]]) -> None:
                 raise UserError(f"{host} of the cluster can't run deepmoe: {reason}") from error
             if version is None:
                 raise UserError(
-                    f"{host} of the cluster does not see {out}: runs lie on storage that all of "
-                    "its machines share, see --out"
+                    f"{host} of the cluster does not see {out}: set --out to a folder that all of "
+                    "its machines share"
                 )
             if version != deepmoe.__version__:
                 raise UserError(

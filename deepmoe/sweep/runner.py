@@ -106,14 +106,14 @@ def _check_results(grid: Grid, done: Mapping[str, RunResult], path: Path) -> Non
             continue
         if not done[run.name].is_of(run):
             raise UserError(
-                f"{run.name} in {path} is of other settings than the grid's: remove its line, "
-                "or name another file by --results"
+                f"the result of {run.name} in {path} has other settings than the grid: remove its "
+                "line, or give another file with --results"
             )
         for need, digest in done[run.name].needs.items():
             if need in names and (need not in done or done[need].digest != digest):
                 raise UserError(
-                    f"{run.name} in {path} is of a {need} that is not the one there: "
-                    "remove its line, or name another file by --results"
+                    f"the result of {run.name} in {path} belongs to another {need}: "
+                    "remove its line, or give another file with --results"
                 )
 
 
@@ -151,4 +151,6 @@ def _check_begun(run: Run, out: Path) -> None:
 
     begun, now = read_progress(path)[0].train, resolved(run, out).train
     if taken((begun.start, *begun.teachers)) != taken((now.start, *now.teachers)):
-        raise UserError(f"{path.parent} was begun with another start or teacher: remove or move it")
+        raise UserError(
+            f"{path.parent} was started with another start or teacher: remove or move it"
+        )

@@ -37,11 +37,11 @@ def start_experts(model: HardMoE, start: DeepMoE, path: str) -> None:
         path: of its checkpoint.
     """
     if start.gated:
-        raise UserError(f"{path} has gates, and experts have none: name one with model.gates=none")
+        raise UserError(f"{path} has gates, but experts have none: give one with model.gates=none")
     wholes = [m.unpruned or m.gating.graph for m in (model, start)]
     if len({tuple(group.width for group in whole.groups) for whole in wholes}) > 1:
         # What is left of both may be alike, but costs would be shares of another network's.
-        raise UserError(f"the network that {path} was pruned from has other layers or widths")
+        raise UserError(f"the network that {path} was pruned from has different layers or widths")
     try:
         if isinstance(start, HardMoE):
             model.load_state_dict(start.state_dict())
@@ -49,7 +49,7 @@ def start_experts(model: HardMoE, start: DeepMoE, path: str) -> None:
         for expert in model.network:
             expert.load_state_dict(start.network.state_dict())
     except RuntimeError as error:
-        raise UserError(f"the base network of {path} has other layers or widths") from error
+        raise UserError(f"the base network of {path} has different layers or widths") from error
     weights = start.network.state_dict()
     own = model.embedding.network.state_dict()
     model.embedding.network.load_state_dict({name: weights[name] for name in own})

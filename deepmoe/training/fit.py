@@ -225,7 +225,9 @@ def _run(
     if resumed:
         state, begun = _restore(store.last, config, model, optimizer)
         if (begun.start, begun.teachers) != (train.start, train.teachers):
-            notes.append("goes on with another train.start or train.teacher than it was begun with")
+            notes.append(
+                "goes on with another train.start or train.teacher than it was started with"
+            )
     lessons = only_lessons(train.teachers)
     if lessons is not None:
         taught = TaughtLoader(lessons, data.train, data.info)

@@ -56,7 +56,7 @@ def teach_from(
         UserError: where the checkpoints differ in their images or classes.
     """
     if not 1 <= views <= MOST_VIEWS:
-        raise UserError(f"an image is looked at in 1 to {MOST_VIEWS:,} views, not {views}")
+        raise UserError(f"views must be from 1 to {MOST_VIEWS:,}, not {views}")
     loaded = [load_checkpoint(path) for path in checkpoints]
     first = loaded[0]
     for path, other in zip(checkpoints, loaded, strict=True):
@@ -64,7 +64,7 @@ def teach_from(
             raise UserError(f"{path} was trained on other images than {checkpoints[0]}")
     config = apply_overrides(first.config, overrides)
     if _data_of(config) != _data_of(first.config):
-        raise UserError("lessons are of the images that the teachers have learnt from")
+        raise UserError("teachers must be cached on the images that they were trained on")
     device = choose_device(config.train.device)
     data = open_data(config.data, batch_size=BATCH, device=device, info=first.info)
     teachers = Teachers([beside(c.model, device) for c in loaded]).requires_grad_(False).eval()
@@ -141,7 +141,7 @@ class TaughtLoader(ViewLoader):
                 outputs, known = file.get_tensor(OUTPUTS), file.get_tensor(IMAGES)
             views, drawn, classes = outputs.shape
         except (SafetensorError, OSError, KeyError, ValueError) as error:
-            raise UserError(f"{path} is damaged: teach anew") from error
+            raise UserError(f"{path} is damaged: run deepmoe teach again") from error
         plain = _in_memory(loader)
         numbers = _find(fingerprints(plain.split), known)
         super().__init__(plain, max(1, views), seed, numbers.clamp_min(0), drawn)
@@ -164,7 +164,7 @@ class TaughtLoader(ViewLoader):
 
 def _in_memory(loader: Loader) -> BatchLoader:
     if not isinstance(loader, BatchLoader):
-        raise UserError("lessons are of images that lie in memory: CIFAR and digits")
+        raise UserError("deepmoe teach works for data held in memory: CIFAR and digits")
     return loader
 
 
@@ -200,5 +200,5 @@ def only_lessons(paths: Sequence[str]) -> str | None:
     """
     found = [path for path in paths if is_lessons(path)]
     if found and len(paths) > 1:
-        raise UserError(f"{found[0]} holds the outputs of teachers: a run has that, and no others")
+        raise UserError(f"{found[0]} holds cached teachers: a run takes that file and no others")
     return found[0] if found else None

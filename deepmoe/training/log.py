@@ -132,7 +132,7 @@ def _make_writer(folder: Path, finished: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise UserError(
-            "train.tensorboard needs the package tensorboard to be installed"
+            "train.tensorboard needs the package tensorboard: pip install tensorboard"
         ) from error
     return SummaryWriter(str(folder), purge_step=finished + 1)
 

@@ -83,7 +83,7 @@ def load_trained(
 def check_teacher(path: str | Path, trained: Checkpoint, info: DataInfo, config: RunConfig) -> None:
     """Refuses a teacher that tells other classes apart, or knows images that are held out here."""
     if trained.info.class_names != info.class_names:
-        raise UserError(f"{path} tells other classes apart: its labels have other names")
+        raise UserError(f"{path} was trained on other classes: its labels have other names")
     _check_held_out(path, trained, info, config)
 
 
@@ -95,6 +95,6 @@ def _check_held_out(
     holdout = config.data.holdout
     if holdout and same_data and trained.config.data.holdout != holdout:
         raise UserError(
-            f"{path} has learnt from images that are held out here: "
-            f"it is to be trained with data.holdout={holdout}, too"
+            f"{path} was trained on images that are held out here: "
+            f"train it with data.holdout={holdout}, too"
         )

@@ -41,23 +41,25 @@ def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> 
     pruned_by = config.train.prune_by if config.train.prunes else None
     if isinstance(start.heads, ScaleFactors) and pruned_by != "sss":
         raise UserError(
-            f"{path} has scaling factors, which only tell what to prune: set train.prune, and "
+            f"{path} has scaling factors, which only say what to prune: set train.prune and "
             "train.prune_by=sss"
         )
     if start.on_the_way and not model.on_the_way:
         raise UserError(
-            f"{path} has gates of features (fbs, rnp), which its network needs: it can't start a "
-            "network without"
+            f"{path} needs its gates (fbs, rnp), which are computed from features: it can't start "
+            "a network without them"
         )
     if isinstance(model, HardMoE):
         start_experts(model, start, path)
         return start
     if not config.train.epochs and model.gated and not start.gated:
-        raise UserError(f"{path} has no gates, and without a joint stage none would be trained")
+        raise UserError(
+            f"{path} has no gates, and without a joint stage (train.epochs) none are trained"
+        )
     try:
         model.network.load_state_dict(start.network.state_dict())
     except RuntimeError as error:
-        raise UserError(f"the base network of {path} has other layers or widths") from error
+        raise UserError(f"the base network of {path} has different layers or widths") from error
     if not start.gated and not prunes(config):  # channels that go are not worth a gate
         _hand_out(model)
     try:
@@ -66,7 +68,9 @@ def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> 
             if module is not None and trained is not None and not factors:
                 module.load_state_dict(trained.state_dict())
     except RuntimeError as error:
-        raise UserError(f"embedding or gates of {path} have another form or size") from error
+        raise UserError(
+            f"the embedding or gates of {path} have a different form or size"
+        ) from error
     if start.thresholds is not None:
         model.thresholds = start.thresholds.to(next(model.parameters()))
     return start

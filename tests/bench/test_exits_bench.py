@@ -114,8 +114,11 @@ def test_a_checkpoint_with_exits_among_the_ways_to_skip_channels(
         (("--threads", "-1"), "--threads must be at least 1"),
         (("--threads", "1000000"), "threads on this machine, not 1000000"),
         (("--save", "MODEL"), "holds something else"),
-        (("--batch", "64", "--images", "63"), "there are 63 images: --batch can be 63 at the most"),
-        (("--set", "train.lr=1"), "--set changes data"),
+        (
+            ("--batch", "64", "--images", "63"),
+            "there are only 63 images: --batch can be at most 63",
+        ),
+        (("--set", "train.lr=1"), "--set can change only data"),
     ],
 )
 def test_mistakes_get_one_sentence(

@@ -189,7 +189,7 @@ def test_what_does_not_go_with_factors_gets_one_sentence(
     ):
         with pytest.raises(UserError, match=words):
             with_factors(start, setting)
-    with pytest.raises(UserError, match=r"only tell what to prune: set train.prune"):
+    with pytest.raises(UserError, match=r"only say what to prune: set train.prune"):
         fit(after_sss(factors, "train.prune_by=li"), tmp_path / "a", quiet=True)
     with pytest.raises(UserError, match="trained with scaling factors"):
         fit(after_sss(start), tmp_path / "b", quiet=True)

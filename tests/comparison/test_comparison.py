@@ -190,7 +190,7 @@ def test_teachers_are_trained_first(preset: Path) -> None:
         (("li", "--start", "START", "--set", "heads={spread=5.0}"), "heads are up to the methods"),
         (("li", "--start", "START", "--set", "loss={balance=0.3}"), "loss.balance is up to the"),
         (("li", "--preset", "PRESET", "--network", "a:b"), "a preset names its own"),
-        (("li", "all", "--preset", "PRESET"), "all and list stand alone"),
+        (("li", "all", "--preset", "PRESET"), "give all or list alone"),
         (("li", "--start", "START", "--teacher", "OTHER"), "images that are held out here"),
         (("ours-exits", "--preset", "PRESET", "--macs", "1"), "--macs are below 1"),
         (("rnp", "--preset", "PRESET", "--macs", "0.1"), "rnp can't come down to 0.1"),

@@ -64,11 +64,11 @@ IMAGES, LABELS = BATCHES[0]
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
-        (TensorDataset(IMAGES, LABELS), "a dataset goes into a torch DataLoader first"),
+        (TensorDataset(IMAGES, LABELS), "put a dataset into a torch DataLoader first"),
         ([(image, int(label)) for image, label in zip(*BATCHES[0], strict=True)], "DataLoader"),
         (3, "come from a DataLoader or a list, not from a int"),
-        ([IMAGES], "pairs of tensors"),
-        ([(IMAGES, LABELS, LABELS)], "pairs of tensors"),
+        ([IMAGES], "pair of tensors"),
+        ([(IMAGES, LABELS, LABELS)], "pair of tensors"),
         ([(IMAGES, LABELS[:2])], r"a label for each, not tensors of \(5, 3, 16, 16\) and \(2,\)"),
         ([(IMAGES, LABELS + 9)], "labels are from 0 to 9, as the network has 10 classes"),
         ([(IMAGES, LABELS - 9)], "labels are from 0 to 9"),
@@ -81,7 +81,7 @@ def test_what_are_no_batches_gets_one_sentence(model, batches, words: str) -> No
 
 
 def test_what_is_no_model_gets_one_sentence(model) -> None:
-    with pytest.raises(UserError, match="a model of deepmoe's is needed, not a ResNet"):
+    with pytest.raises(UserError, match="a deepmoe model is needed, not a ResNet"):
         evaluate(model.network, BATCHES)
 
 

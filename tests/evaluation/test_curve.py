@@ -156,7 +156,7 @@ def test_what_no_curve_goes_by_is_refused() -> None:
         (dense, BATCHES, {"by": "exits"}, "no embedding"),
         (model, BATCHES, {"by": "gates"}, "no gates"),
         (model, BATCHES, {"by": "mood"}, "gates or exits"),
-        (model, BATCHES, {"refit": object()}, "exits don't change them"),
+        (model, BATCHES, {"refit": object()}, "exits don't change it"),
         (segments, pixels, {"by": "exits"}, "segmentation has no exits"),
     ):
         with pytest.raises(UserError, match=words):

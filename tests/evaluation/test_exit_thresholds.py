@@ -205,7 +205,7 @@ def test_what_can_not_be_certified_gets_one_sentence() -> None:
     surest = dataclasses.replace(blunt, confidence=blunt.confidence.clone())
     surest.confidence[:100] = 1.0
     surest.early_right[:100] = False
-    with pytest.raises(UserError, match="even of the images that the embedding is surest of"):
+    with pytest.raises(UserError, match="even among those it is most confident of"):
         exit_certified(surest, 1, 0.95)
     for points, guarantee, words in (
         (0, 0.95, "between 0 and 100 points"),
@@ -444,10 +444,10 @@ def assert_refused(result: Result, *words: str) -> None:
     [
         ([], "give a loss, such as 0.5, or macs"),
         (["--loss", 1, "--macs", 0.5], "give a loss, such as 0.5, or macs"),
-        (["--macs", 0.5, "--guarantee", 0.95], "give loss with it"),
+        (["--macs", 0.5, "--guarantee", 0.95], "give a loss with it"),
         (["--macs", 0.001], "can't bring the cost to 0.001"),
         (["--loss", 0.1, "--guarantee", 0.99], "are needed"),
-        (["--loss", 1, "--set", "train.lr=1"], "--set changes data..."),
+        (["--loss", 1, "--set", "train.lr=1"], "--set can change only data"),
         (["--loss", 1, "--set", "data.holdout=200"], "data.holdout=300"),
         # The test set is none to choose a threshold on, wherever it lies.
         (["--loss", 1, "--set", "data.holdout=0"], "not on the test set"),
@@ -484,10 +484,10 @@ def without_embedding(trained: Path, path: Path) -> Path:
     ("change", "words"),
     [
         (lambda t, p: as_checkpoint(t, p, "data.holdout=0"), "train it with data.holdout"),
-        (lambda t, p: as_checkpoint(t, p, "loss.embedding=0"), "never taught to classify"),
+        (lambda t, p: as_checkpoint(t, p, "loss.embedding=0"), "never trained to classify"),
         (
             lambda t, p: as_checkpoint(t, p, "loss.embedding=[[0, 0.0], [2, 0.0]]"),
-            "never taught to classify",
+            "never trained to classify",
         ),
         (without_embedding, "no embedding that could answer"),
     ],
@@ -510,7 +510,7 @@ def test_an_embedding_may_have_been_taught_for_a_while(trained: Path, tmp_path: 
 def test_other_data_and_tasks_and_files_in_the_way_get_one_sentence(
     trained: Path, tmp_path: Path
 ) -> None:
-    assert_refused(deepmoe("exits", trained, "--loss", 1, "--out", trained), "is there already")
+    assert_refused(deepmoe("exits", trained, "--loss", 1, "--out", trained), "already exists")
     write_python(tmp_path, "cifar100")
     other = [f"data.root={tmp_path}", "data.name=cifar100", "data.size=32", "data.holdout=0"]
     settings = [arg for item in other for arg in ("--set", item)]

@@ -122,7 +122,7 @@ def test_names_of_files_that_are_no_text_are_in_the_csv(checkpoint, photos, tmp_
 
 
 def test_what_can_not_be_asked_gets_one_sentence(checkpoint, photos, tmp_path) -> None:
-    for wrong, word in ((("--top", 0), "at least one"), (("--out", tmp_path), "segmentation")):
+    for wrong, word in ((("--top", 0), "at least 1"), (("--out", tmp_path), "segmentation")):
         refused = deepmoe_cli("predict", checkpoint, photos / "a.jpg", *wrong)
         assert refused.exit_code == 2 and word in refused.stderr, refused.output
         assert len(refused.stderr.splitlines()) == 1

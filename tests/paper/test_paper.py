@@ -34,7 +34,7 @@ def paper(*arguments: object) -> Result:
     [
         (["table-cifr"], ["table-cifr", "did you mean table-cifar", "figure-rnp"]),
         (["table-cifar", "--scale", "tiny"], ["no scale", "tiny", "full, short, smoke"]),
-        (["all", "table-cifar"], ["all and list stand alone"]),
+        (["all", "table-cifar"], ["give all or list alone"]),
         (["table-cifar", "--seeds", "a"], ["--seeds", "'a'"]),
         (["table-cifar", "--seeds", "-1"], ["--seeds", "from 0 on"]),
         (["table-cifar", "--set", "model.wide=3"], ["model", "--set can't change it"]),

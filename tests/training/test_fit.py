@@ -395,10 +395,10 @@ def test_a_resumed_run_tells_that_its_teacher_is_another(whole_run, tmp_path, ca
     taught = tiny_config(f"train.teacher={tmp_path / 'one.safetensors'}", "loss.distillation=0.5")
     fit(taught, tmp_path / "run", quiet=True)
     fit(taught, tmp_path / "run", resume=True)
-    assert "begun with" not in capsys.readouterr().out
+    assert "started with" not in capsys.readouterr().out
     taught = apply_overrides(taught, [f"train.teacher={tmp_path / 'other.safetensors'}"])
     fit(taught, tmp_path / "run", resume=True)
-    assert "another train.start or train.teacher than it was begun" in capsys.readouterr().out
+    assert "another train.start or train.teacher than it was started" in capsys.readouterr().out
 
 
 def test_a_run_that_never_began_is_not_in_the_way(whole_run, tmp_path) -> None:
@@ -474,7 +474,7 @@ def test_a_frozen_stage_alone_meets_a_budget_and_needs_gates(whole_run, tmp_path
     dense = run(tiny_config("model.gates=none", "train.epochs=1"), tmp_path / "dense")
     with pytest.raises(UserError, match="has no gates"):
         run(tiny_config(*frozen, f"train.start={dense.checkpoint}"), tmp_path / "gated")
-    with pytest.raises(UserError, match="another form"):
+    with pytest.raises(UserError, match="a different form"):
         run(tiny_config(start, "embedding.form=latent"), tmp_path / "latent")
 
 

@@ -306,7 +306,7 @@ def test_verbs_take_such_checkpoints_or_say_why_not(kind, boosted, pruned, tmp_p
         refused = verb(*arguments)
         lines = refused.stderr.strip().splitlines()
         assert refused.exit_code == 2 and len(lines) == 1, (arguments, refused.output)
-        assert "made of features on the way" in lines[0], arguments
+        assert "computed from features" in lines[0], arguments
     refused = verb("exits", path, "--macs", "0.3", "--out", out)
     assert refused.exit_code == 2 and len(refused.stderr.strip().splitlines()) == 1
     assert not out.exists()
