@@ -59,8 +59,13 @@ class Export:
 
     @property
     def ratio(self) -> float:
-        """The file's time over that of the dense network in PyTorch."""
-        return self.ms / self.dense_ms
+        """The file's time over that of the dense network, run in the same way."""
+        return self.ms / self._dense_there
+
+    @property
+    def _dense_there(self) -> float:
+        """Dense where the file runs: a file for PyTorch stands beside PyTorch itself."""
+        return self.dense_ms if self.format == "torch-export" else self.dense_runtime_ms
 
     def _timed(self) -> dict[str, float]:
         times = {"dense, PyTorch": self.dense_ms}
@@ -70,12 +75,12 @@ class Export:
 
     @property
     def sentence(self) -> str:
-        """What the file is worth: beside the dense network in PyTorch, and where it runs itself."""
-        dense, ours = milliseconds(self.dense_ms), milliseconds(self.ms)
-        told = f"dense in PyTorch {dense} ms, this file {ours} ms: "
-        told += compared(self.ms, self.dense_ms)
+        """What the file is worth beside the dense network where it runs."""
+        dense, ours = milliseconds(self._dense_there), milliseconds(self.ms)
+        told = f"in {self.runtime}: dense {dense} ms, this file {ours} ms: "
+        told += compared(self.ms, self._dense_there)
         if self.format == "onnx":
-            told += f" ({compared(self.ms, self.dense_runtime_ms)} as dense in ONNX Runtime)"
+            told += f" (dense in PyTorch: {milliseconds(self.dense_ms)} ms)"
         return told
 
     def __str__(self) -> str:
