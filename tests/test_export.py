@@ -184,7 +184,7 @@ def test_what_can_not_be_exported_is_refused_in_one_sentence(tmp_path: Path, mon
         ((path, "--route", "static", "--codes", 2), ["--codes goes with"]),
         ((path, "--codes", 0), ["from 1 to 64"]),
         ((path, "--out", tmp_path / "folder"), ["already exists"]),
-        ((path, "--out", path / "model.onnx"), ["is no folder"]),
+        ((path, "--out", path / "model.onnx"), ["is not a folder"]),
         ((path, "--input", 10**12), ["--input takes pixels"]),
         ((path, "--set", "data.root=x", "--set", "data.name=cifar10"), ["x"]),
         ((path, "--set", "model.name=vgg16"), ["--set can change only data"]),

@@ -227,7 +227,7 @@ def test_one_class_is_refused(root: Path) -> None:
     for split in ("train", "val"):
         for name in ("class1", "class2"):
             remove(root, f"{split}/{name}")
-    with pytest.raises(UserError, match=r"one class only \(class0\)"):
+    with pytest.raises(UserError, match=r"only one class \(class0\)"):
         open_root(root)
 
 

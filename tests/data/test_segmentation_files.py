@@ -197,10 +197,10 @@ def test_one_class_is_refused(pairs: Path) -> None:
     (pairs / "classes.txt").write_text("everything\n")
     for path in pairs.glob("labels/*/*"):
         write(pairs, str(path.relative_to(pairs)), np.zeros(SIZE))
-    with pytest.raises(UserError, match=r"one class only \(everything\)"):
+    with pytest.raises(UserError, match=r"only one class \(everything\)"):
         open_pairs(pairs)
     (pairs / "classes.txt").unlink()
-    with pytest.raises(UserError, match=r"one class only \(class 0\)"):
+    with pytest.raises(UserError, match=r"only one class \(class 0\)"):
         open_pairs(pairs)
 
 

@@ -130,7 +130,7 @@ def test_what_can_not_be_asked_gets_one_sentence(checkpoint, photos, tmp_path) -
     for model, images, top, words in (
         (loaded, "a.jpg", 3, "list of image files"),
         (loaded, [0], 3, "names of image files, not 0"),
-        (loaded, ["a.jpg"], 1.5, "at least one"),
+        (loaded, ["a.jpg"], 1.5, "at least 1"),
         (loaded.model, ["a.jpg"], 3, "takes a checkpoint"),
     ):
         with pytest.raises(UserError, match=words):

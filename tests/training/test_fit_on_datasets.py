@@ -172,9 +172,13 @@ OTHER_SIZES = [(torch.randn(3, 16, 16 + i), 0) for i in range(8)]
 @pytest.mark.parametrize(
     ("train", "validation", "words"),
     [
-        (Endless(), data(), "the training data is a Endless, without numbered items"),
-        (data(), Endless(), "the validation data is a Endless"),
-        (Subset(data(), []), data(), "the training data has no items"),
+        (
+            Endless(),
+            data(),
+            "the training data must be a map-style dataset, not a Endless without numbered items",
+        ),
+        (data(), Endless(), "the validation data must be a map-style dataset"),
+        (Subset(data(), []), data(), "the training data is empty"),
         (BYTES, data(), "normalised float tensors"),
         ([(1, 2)], data(), "its image is a int"),
         (TensorDataset(torch.randn(8, 3, 16, 16)), data(), "not a pair of image and label"),
