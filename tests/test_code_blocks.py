@@ -2,7 +2,9 @@
 
 import re
 import shlex
+import sys
 import tomllib
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from deepmoe.cli import main
 from deepmoe.config import RunConfig, load_config
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = {"python", "sh", "toml", "text", "{toctree}"}
+LANGUAGES = {"python", "py", "sh", "toml", "text", "{toctree}"}
 RUN_IN = {  # pages whose code a test of their own runs
     "test_docs.py": {"README.md", "gate_your_own_network.md", "extending.md", "analyze.md"},
     "test_docs.py, once more": {"deploy.md"},
@@ -40,6 +42,9 @@ def test_blocks_say_what_they_are(page: Path) -> None:
     assert languages <= LANGUAGES
     if "python" in languages:
         assert any(page.name in pages for pages in RUN_IN.values()), "no test runs its code"
+    for language, text in blocks(page):
+        if language == "py":
+            compile(text, page.name, "exec")
 
 
 @each_page
@@ -120,3 +125,17 @@ def test_the_page_on_comparisons_runs() -> None:
     made = run("compare.md", examples("docs/compare.md"), given)
     assert type(made["small"]) is nn.Sequential and made["small"][0].out_channels < 8
     assert all(Path(path).exists() for path in made["found"].checkpoints.values())
+
+
+def test_the_factory_of_the_page_on_training_gives_a_trained_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (factory,) = examples("docs/training.md", "py")
+    mycode = types.ModuleType("mycode")
+    mycode.MyNet = lambda classes: nn.Conv2d(3, classes, 1)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mycode", mycode)
+    monkeypatch.chdir(tmp_path)
+    trained = mycode.MyNet(3)
+    torch.save(trained.state_dict(), "mynet.pth")
+    made = run("docs/training.md", [factory], {})["make"]()
+    assert torch.equal(made.weight, trained.weight)
