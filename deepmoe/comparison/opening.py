@@ -78,15 +78,7 @@ def open_comparison(
     Raises:
         UserError: for what does not fit together.
     """
-    if (start is None) == (preset is None):
-        raise UserError(
-            "give --start, the checkpoint of a trained dense network, or --preset, how to train "
-            "one, and not both"
-        )
-    if network is not None and start is None:
-        raise UserError("--network says what makes the network of --start: a preset names its own")
-    if teachers and teacher_preset is not None:
-        raise UserError("give --teacher or --teacher-preset, not both")
+    _check_given(start, preset, network, teachers, teacher_preset)
     _check_overrides(overrides)
     paths = [Path(path) for path in teachers]
     taught = _teacher_settings(paths, teacher_preset)
@@ -125,6 +117,25 @@ def open_comparison(
         start_epochs=own.train.epochs,
         teacher_checkpoints=tuple(paths),
     )
+
+
+def _check_given(
+    start: str | Path | None,
+    preset: str | None,
+    network: str | None,
+    teachers: Sequence[str | Path],
+    teacher_preset: str | None,
+) -> None:
+    """Refuses what can't be given together."""
+    if (start is None) == (preset is None):
+        raise UserError(
+            "give --start, the checkpoint of a trained dense network, or --preset, how to train "
+            "one, and not both"
+        )
+    if network is not None and start is None:
+        raise UserError("--network says what makes the network of --start: a preset names its own")
+    if teachers and teacher_preset is not None:
+        raise UserError("give --teacher or --teacher-preset, not both")
 
 
 def _start(before: RunConfig, base: RunConfig) -> RunConfig:
