@@ -76,7 +76,7 @@ def export_checkpoint(
         calls: dict[str, Call] = {
             "exported": formats.runtime(content, format),
             "dense": dense,
-            "dense_runtime": _in_runtime(dense, images[:1], format),
+            "dense_runtime": _in_runtime(dense, images[:1], format, made.one_image),
         }
     error, agreement = _differences(calls["exported"], made.network, loaded, images)
     if not error <= TOLERANCE:  # nan is not, either
@@ -129,8 +129,9 @@ def _check_asked(
         )
 
 
-def _in_runtime(network: nn.Module, image: Tensor, format: Format) -> Call:
-    program = formats.as_program(network, image, one_image=True)
+def _in_runtime(network: nn.Module, image: Tensor, format: Format, one_image: bool) -> Call:
+    """Captured as the file is: a runtime knows more of a network for one image alone."""
+    program = formats.as_program(network, image, one_image=one_image)
     return formats.runtime(formats.as_bytes(program, format, {}), format)
 
 

@@ -89,6 +89,8 @@ def runtime(content: bytes, format: Format) -> Call:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3
+    # Idle threads of one network would spin while another one is timed.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
     def call(x_BCHW: Tensor) -> Tensor:
