@@ -88,6 +88,11 @@ def write_together(folder: Path, contents: Mapping[str, bytes]) -> None:
         raise UserError(f"cannot write to {folder}: {reason}") from error
 
 
+def is_newer(path: Path, than: Path) -> bool:
+    """Whether a file is there, and was written after another one: what it holds is still of it."""
+    return path.exists() and path.stat().st_mtime_ns > than.stat().st_mtime_ns
+
+
 def check_writable(path: Path) -> None:
     """Refuses a place that nothing can be written to, before work is spent on what to write.
 

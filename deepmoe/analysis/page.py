@@ -9,7 +9,6 @@ import jinja2
 import numpy as np
 import torch
 from markupsafe import Markup, escape
-from matplotlib import colormaps
 from PIL import Image
 
 import deepmoe
@@ -22,6 +21,7 @@ from deepmoe.console import printable
 from deepmoe.costs import format_macs
 from deepmoe.evaluation.findings import Findings
 from deepmoe.evaluation.pictures import Picture
+from deepmoe.evaluation.segmentation_prediction import palette
 
 GENERATOR = "deepmoe"  # tells our pages from others
 SMALL_SIDE = 96  # pixels of a picture up to which it is enlarged without a blur
@@ -72,14 +72,7 @@ def picture_png(picture: Picture) -> bytes:
 
 def mask_png(mask: np.ndarray, classes: int) -> bytes:
     """The class of each pixel, as a colour."""
-    return _png(np.array(class_colours(classes), dtype=np.uint8)[mask])
-
-
-def class_colours(classes: int) -> list[tuple[int, ...]]:
-    """A colour for each class: ten or twenty that differ well, and from then on many."""
-    table = colormaps["tab10" if classes <= 10 else "tab20" if classes <= 20 else "turbo"]
-    places = range(classes) if classes <= 20 else np.linspace(0, 1, classes)
-    return [tuple(round(255 * part) for part in table(place)[:3]) for place in places]
+    return _png(palette(classes)[mask])
 
 
 def _card(picture: Picture, found: Findings) -> dict[str, Any]:
@@ -119,8 +112,8 @@ def _legend(found: Findings) -> list[tuple[str, str]]:
     if not any(picture.mask is not None for picture in found.cheapest):
         return []
     names = found.record.class_names
-    colours = class_colours(len(names))
-    return [(name, f"rgb{colour}") for name, colour in zip(names, colours, strict=True)]
+    colours = palette(len(names)).tolist()
+    return [(name, f"rgb{tuple(colour)}") for name, colour in zip(names, colours, strict=True)]
 
 
 def _uri(png: bytes) -> Markup:

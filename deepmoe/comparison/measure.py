@@ -21,7 +21,7 @@ from deepmoe.data import open_data
 from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError, reason
 from deepmoe.evaluation import evaluate, set_exits
-from deepmoe.files import read_regular, write_atomically
+from deepmoe.files import is_newer, read_regular, write_atomically
 from deepmoe.schema import from_plain
 from deepmoe.sources import is_source
 from deepmoe.training.fit import PRUNING_NAME
@@ -122,7 +122,7 @@ def measure_run(run: Finished, data: DataConfig) -> Measured:
 
 def is_measured(run: Finished) -> bool:
     """Whether figures of its last checkpoint lie beside it."""
-    return _is_newer(run.checkpoint.with_name(MEASURED_NAME), run.checkpoint)
+    return is_newer(run.checkpoint.with_name(MEASURED_NAME), run.checkpoint)
 
 
 def measure_latency(run: Finished, dense: Path, data: DataConfig, images: int) -> Latency:
@@ -131,7 +131,7 @@ def measure_latency(run: Finished, dense: Path, data: DataConfig, images: int) -
     Once, as long as neither model changes, for so many images and threads.
     """
     kept = run.checkpoint.with_name(LATENCY_NAME)
-    if _is_newer(kept, run.model) and _is_newer(kept, dense):
+    if is_newer(kept, run.model) and is_newer(kept, dense):
         latency = _read(kept, Latency)
         if (latency.images, latency.threads) == (images, torch.get_num_threads()):
             return latency
@@ -177,10 +177,6 @@ def _read_seconds(path: Path) -> float:
         return float(json.loads(read_regular(path))["seconds"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {reason(error)}") from error
-
-
-def _is_newer(path: Path, than: Path) -> bool:
-    return path.exists() and path.stat().st_mtime_ns > than.stat().st_mtime_ns
 
 
 def _keep(path: Path, figures: Kept) -> None:

@@ -12,7 +12,7 @@ from deepmoe.data import DataSource, open_data
 from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import batches_for
-from deepmoe.files import write_atomically
+from deepmoe.files import is_newer, read_regular, write_atomically
 from deepmoe.paper.page import Line
 from deepmoe.paper.plan import Plan
 
@@ -37,7 +37,7 @@ def kept(checkpoint: Path, name: str, measure: Callable[[], Line]) -> Line:
             "its line of runs.jsonl to train it again"
         )
     path = checkpoint.with_name(f"{name}.json")
-    if path.exists() and path.stat().st_mtime_ns > checkpoint.stat().st_mtime_ns:
+    if is_newer(path, checkpoint):
         return _read(path)
     figures = measure()
     write_atomically(path, json.dumps({FIGURES: figures}, indent=2).encode())
@@ -46,7 +46,7 @@ def kept(checkpoint: Path, name: str, measure: Callable[[], Line]) -> Line:
 
 def _read(path: Path) -> Line:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not isinstance(found.get(FIGURES), dict):

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from deepmoe.analysis.page import class_colours
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.evaluation.batches import EvenlySpread, batches_for
+from deepmoe.evaluation.segmentation_prediction import palette
 from deepmoe.paper.measured import opened
 from deepmoe.paper.page import MACS, MORE_TRAINING, Column, Made, Page, Row, Shown
 from deepmoe.paper.plan import Plan
@@ -114,7 +114,7 @@ def _side_by_side(columns: dict[str, list[np.ndarray]]) -> Figure:
 def _coloured(labels_HW: torch.Tensor, classes: int) -> np.ndarray:
     """A colour for each class; pixels that do not count are black."""
     colours = np.zeros((VOID + 1, 3), dtype=np.uint8)
-    colours[:classes] = class_colours(classes)
+    colours[:classes] = palette(classes)
     return colours[labels_HW.cpu().numpy()]
 
 
