@@ -96,9 +96,6 @@ def open_comparison(
     if only_lessons([str(path) for path in paths]) is None:  # of those, every run looks by itself
         for path in paths:
             check_teacher(path, load_checkpoint(path), info, base)
-    teacher = None
-    if teacher_preset is not None:  # of the same images, all of them settings of the data
-        teacher = dataclasses.replace(_ungated(load_config(teacher_preset)), data=base.data)
     if info.task != "classification":
         raise UserError("compare takes networks that classify images, not segmentation")
     trained = None if preset is None else _start(before, base)
@@ -111,7 +108,7 @@ def open_comparison(
         seeds=tuple(seeds),
         published=published,
         start=trained,
-        teacher=teacher,
+        teacher=None if teacher_preset is None else _teacher(teacher_preset, base),
         widths=None if setting is None else _widths(methods, setting, base, info),
         setting=setting,
         start_epochs=own.train.epochs,
@@ -142,6 +139,11 @@ def _start(before: RunConfig, base: RunConfig) -> RunConfig:
     """How the start is trained: as the preset says, on the same images and device."""
     schedule = {f"train.{name}": getattr(before.train, name) for name in _OF_SCHEDULE}
     return changed(dataclasses.replace(base, loss=before.loss), {**NO_TEACHER, **schedule})
+
+
+def _teacher(preset: str, base: RunConfig) -> RunConfig:
+    """How teachers are trained: on the same images, all of them settings of the data."""
+    return dataclasses.replace(_ungated(load_config(preset)), data=base.data)
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
