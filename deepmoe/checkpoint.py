@@ -198,14 +198,15 @@ def load_checkpoint(
     if "codebook.codes" in weights:
         codes, weight = weights["codebook.codes"], weights["codebook.weight"]
         model.codebook = RouteCodebook(codes, weight, model.gating.widths)
-    if "exit_at" in weights:
-        model.exit_at = torch.empty_like(weights["exit_at"], device="meta")
-    if "thresholds" in weights:
-        model.thresholds = torch.empty_like(weights["thresholds"], device="meta")
+    for buffer in ("exit_at", "exit_vote", "thresholds"):
+        if buffer in weights:
+            setattr(model, buffer, torch.empty_like(weights[buffer], device="meta"))
     # Some modules ask which version of theirs has written their tensors: this one.
     model.load_state_dict(_with_versions(weights, model), assign=True)
     try:
         model.check_finite()
+        if model.exit_vote is not None and not 0 <= float(model.exit_vote) <= 1:
+            raise UserError("exit_vote is not from 0 to 1")
     except UserError as error:
         raise UserError(f"checkpoint {path}: {error}") from error
     optimizer_state: dict[str, dict[str, Tensor]] = {}
@@ -359,6 +360,8 @@ def _fits(file: _File, shapes: Mapping[str, Any], model: DeepMoE) -> bool:
     found = _with_prefix(shapes, MODEL)
     if model.embedding is not None and "exit_at" in found:
         expected["exit_at"] = (torch.Size(()), dtype)
+        if "exit_vote" in found:
+            expected["exit_vote"] = (torch.Size(()), dtype)
     ahead = model.gated and not model.on_the_way
     if ahead and "thresholds" in found:
         expected["thresholds"] = (torch.Size((sum(widths),)), dtype)

@@ -13,7 +13,7 @@ from deepmoe.errors import UserError
 from deepmoe.graph import scale_inputs
 from deepmoe.graph.capture import one_tensor
 from deepmoe.hard_moe import HardMoE
-from deepmoe.model import DeepMoE, check_gated, confidence
+from deepmoe.model import DeepMoE, check_gated, confidence, joint_answer
 from deepmoe.ops import at_least_single
 
 
@@ -61,6 +61,7 @@ class ExitingNetwork(nn.Module):
     """
 
     exit_at: Tensor
+    exit_vote: Tensor | None
 
     def __init__(self, model: DeepMoE) -> None:
         super().__init__()
@@ -78,6 +79,8 @@ class ExitingNetwork(nn.Module):
             self.rest = Logits(copy.deepcopy(model.network))
         self.embedding = copy.deepcopy(model.embedding)
         self.register_buffer("exit_at", model.exit_at.clone())
+        vote = None if model.exit_vote is None else model.exit_vote.clone()
+        self.register_buffer("exit_vote", vote)
         self.eval()
 
     def forward(self, x_1CHW: Tensor) -> Tensor:
@@ -86,9 +89,13 @@ class ExitingNetwork(nn.Module):
         return torch.cond(
             (confidence(logits) >= self.exit_at)[0],
             lambda x, e, logits: logits.clone(),  # a branch must not give back what it was given
-            lambda x, e, logits: self.rest(x, e) if self.gated else self.rest(x),
+            self._go_on,
             (x_1CHW, e_1D, logits),
         )
+
+    def _go_on(self, x_1CHW: Tensor, e_1D: Tensor, embedding_logits: Tensor) -> Tensor:
+        logits = self.rest(x_1CHW, e_1D) if self.gated else self.rest(x_1CHW)
+        return joint_answer(logits, embedding_logits, self.exit_vote)
 
 
 class Routes(nn.Module):

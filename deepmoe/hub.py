@@ -118,7 +118,8 @@ def _told(model: DeepMoE, config: RunConfig, info: DataInfo) -> dict[str, Any]:
     """What a person wants to know of a model; the weights' own header is what is read."""
     tables = config_to_dict(config)
     # In six digits: what it is stored in gives more, which nobody has chosen.
-    exits = {} if model.exit_at is None else {"exit_at": round(float(model.exit_at), 6)}
+    found = {"exit_at": model.exit_at, "exit_vote": model.exit_vote}
+    exits = {name: round(float(value), 6) for name, value in found.items() if value is not None}
     return {
         "library_name": "deepmoe",
         **{name: tables[name] for name in ("model", "embedding", "heads") if name in tables},

@@ -79,12 +79,15 @@ class DeepMoE(nn.Module):
         source: what the base network is made of, for checkpoints.
         exit_at: how sure the embedding must be to answer, from 0 to 1: the probability that it
             gives its first guess. `None`: it never answers.
+        exit_vote: with `exit_at`: share of the embedding's logits in the answer of images that it
+            is not sure of, from 0 to 1. It has looked at them anyway. `None`: it has no say there.
         unpruned: the graph of the network that this one was before channels were removed for good;
             shares of the dense MACs are those of its. `None`: none were.
     """
 
     thresholds: Tensor | None
     exit_at: Tensor | None
+    exit_vote: Tensor | None
     same_for_all = True  # whether the same operations run for any images: else none are captured
 
     def __init__(
@@ -98,6 +101,7 @@ class DeepMoE(nn.Module):
         source: ModelConfig | None = None,
         exit_at: Tensor | None = None,
         unpruned: Graph | None = None,
+        exit_vote: Tensor | None = None,
     ) -> None:
         super().__init__()
         if isinstance(heads, FeatureHeads):
@@ -118,6 +122,7 @@ class DeepMoE(nn.Module):
         self.codebook = codebook
         self.register_buffer("thresholds", thresholds)
         self.register_buffer("exit_at", exit_at)
+        self.register_buffer("exit_vote", exit_vote)
 
     @property
     def one_network(self) -> nn.Module:
@@ -187,13 +192,18 @@ class DeepMoE(nn.Module):
             return DeepMoEOutput(logits, embedding_logits, gates)
         assert embedding_logits is not None
         exited = self.exits(embedding_logits)
-        logits = torch.where(exited[:, None], embedding_logits.to(logits.dtype), logits)
+        joint = self.joint(logits, embedding_logits)
+        logits = torch.where(exited[:, None], embedding_logits.to(logits.dtype), joint)
         return DeepMoEOutput(logits, embedding_logits, gates, exited)
 
     def exits(self, embedding_logits: Tensor) -> Tensor:
         """Which images the embedding answers, by its logits."""
         assert self.exit_at is not None
         return confidence(embedding_logits) >= self.exit_at
+
+    def joint(self, logits: Tensor, embedding_logits: Tensor) -> Tensor:
+        """The answer of base network and embedding together, for images that go on."""
+        return joint_answer(logits, embedding_logits, self.exit_vote)
 
     def with_gates(
         self,
@@ -204,7 +214,8 @@ class DeepMoE(nn.Module):
         """The same network and embedding under other gates. Parts are shared, not copied."""
         heads = self.heads if heads is None else heads
         parts = (self.embedding, heads, self.network, self.gating)
-        model = DeepMoE(*parts, codebook, thresholds, self.source, self.exit_at, self.unpruned)
+        exits = (self.exit_at, self.unpruned, self.exit_vote)
+        model = DeepMoE(*parts, codebook, thresholds, self.source, *exits)
         for part in (heads, codebook):
             if part is not None:
                 part.train(self.training)
@@ -276,6 +287,13 @@ def _hub() -> Any:
 def confidence(logits: Tensor) -> Tensor:
     """How sure a classifier is of its first guess: the probability it gives it, for each image."""
     return at_least_single(logits).softmax(dim=1).amax(dim=1)
+
+
+def joint_answer(logits: Tensor, embedding_logits: Tensor, vote: Tensor | None) -> Tensor:
+    """Logits of a network and of what has looked first, whose share is `vote`."""
+    if vote is None:
+        return logits
+    return logits + vote.to(logits.dtype) * (embedding_logits.to(logits.dtype) - logits)
 
 
 def check_gated(model: Any, taker: str) -> None:

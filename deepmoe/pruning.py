@@ -124,6 +124,7 @@ def prune(
         Gating(left.graph, model.gating.gated),
         source=dataclasses.replace(model.source, kept=tuple(int(m.sum()) for m in choice.masks)),
         exit_at=model.exit_at,
+        exit_vote=model.exit_vote,
         unpruned=model.gating.graph,
     )
     small.training = model.training  # its parts keep their own modes

@@ -83,6 +83,7 @@ def widen(model: DeepMoE, factor: float, *, noise: float = 0.05, seed: int = 0) 
         new,
         source=_source(model, factor, new),
         exit_at=copy.deepcopy(model.exit_at),
+        exit_vote=copy.deepcopy(model.exit_vote),
     ).train(model.training)
 
 

@@ -13,11 +13,15 @@ import argparse
 import itertools
 import json
 import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from result_files import EXPERIMENTS
 
 from deepmoe.checkpoint import load_checkpoint
@@ -27,55 +31,77 @@ from deepmoe.data import open_data
 from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError
 from deepmoe.evaluation import Answers, exit_for_macs
-from deepmoe.files import write_atomically
-from deepmoe.model import confidence
+from deepmoe.evaluation.exits import VOTES, ExitFigures
+from deepmoe.files import is_newer, write_atomically
+from deepmoe.model import confidence, joint_answer
 from deepmoe.results import with_origin
 
 OUT = EXPERIMENTS / "cifar100_exits" / "front.json"
 SEEDS = (0, 1, 2)
 SETS = ("holdout", "test")
-CLASSES = 100
+NETWORK, EMBEDDING = "network", "embedding"
 VGG16 = ("3", "4_5", "6", "9", "12", "16", "20", "30", "40", "54", "80", "100")
-RESNET18 = ("45", "75", "110")
+RESNET18 = ("45", "75", "110", "150")
 EMBEDDINGS = ("vgg16_3", "vgg16_12", "vgg16_30")  # a run of each size
 # Of dense vgg16.
 SHARES = (
-    *(0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.11, 0.12, 0.14, 0.16, 0.18),
-    *(0.2, 0.21, 0.22, 0.23, 0.25, 0.27, 0.3, 0.33, 0.36, 0.4, 0.45, 0.5, 0.54, 0.6, 0.7, 0.8),
+    *(0.03, 0.04, 0.05, 0.06, 0.075, 0.09, 0.1, 0.11, 0.12, 0.14, 0.16, 0.18),
+    *(0.2, 0.23, 0.25, 0.27, 0.3, 0.35, 0.4, 0.45, 0.54, 0.65, 0.8),
 )
-MILLIONS = (34, 72, 109)  # of MACs, of resnet18; the largest of three seeds has 110 alone
+MILLIONS = (34, 72, 109, 125)  # of MACs, of resnet18
+
+
+def answers_of(checkpoint: Path, root: str) -> dict[str, np.ndarray]:
+    """Logits of a run's embedding and network for held-out and test images, labels, and costs."""
+    device, found = choose_device(), {}
+    loaded = load_checkpoint(checkpoint, device)
+    model, config = loaded.model.eval(), loaded.config
+    precision = choose_precision(config.train.precision, device)
+    for name, holdout in zip(SETS, (config.data.holdout, 0), strict=True):
+        data = apply_overrides(config, [f"data.root={root}", f"data.holdout={holdout}"]).data
+        source = open_data(data, batch_size=500, device=device, info=loaded.info)
+        rows = []
+        with torch.inference_mode(), autocast(device, precision):
+            for x_BCHW, labels in source.evaluation:
+                gates, early = model.route(x_BCHW)
+                logits = model.gating(model.network, x_BCHW, gates)
+                # In half precision, which holds all that the networks give.
+                answers = (logits, logits if early is None else early)
+                rows.append([z.half().cpu() for z in answers] + [labels.cpu()])
+        for key, parts in zip((NETWORK, EMBEDDING, "y"), zip(*rows, strict=True), strict=True):
+            found[f"{name}/{key}"] = torch.cat(parts).numpy()
+    costs = count_costs(model, loaded.info.size)
+    numbers = [costs.macs, dense_macs(model, loaded.info.size), costs.embedding_macs]
+    return {**found, "costs": np.array(numbers)}
+
+
+def keep_answers(checkpoint: Path, root: str) -> Path:
+    """The file of a run's answers beside its checkpoint; made where there is none."""
+    kept = checkpoint.with_name("answers.npz")
+    if not is_newer(kept, checkpoint):
+        np.savez_compressed(kept, **answers_of(checkpoint, root))
+    return kept
 
 
 def collected(folder: Path, root: str) -> dict[str, np.ndarray]:
-    """What every run's embedding and network say of held-out and test images."""
+    """The answers of all runs."""
     found: dict[str, np.ndarray] = {}
-    device = choose_device()
-    for path in sorted(folder.glob("*/last.safetensors")):
-        loaded, run = load_checkpoint(path, device), path.parent.name
-        model, config = loaded.model.eval(), loaded.config
-        size = loaded.info.size
-        for name, holdout in zip(SETS, (config.data.holdout, 0), strict=True):
-            data = apply_overrides(config, [f"data.root={root}", f"data.holdout={holdout}"]).data
-            source = open_data(data, batch_size=500, device=device, info=loaded.info)
-            rows = []
-            precision = choose_precision(config.train.precision, device)
-            with torch.inference_mode(), autocast(device, precision):
-                for x_BCHW, labels in source.evaluation:
-                    gates, early = model.route(x_BCHW)
-                    logits = model.gating(model.network, x_BCHW, gates)
-                    early = torch.zeros_like(logits) if early is None else early
-                    figures = [labels]
-                    for z in (early, logits):
-                        figures += [z.argmax(dim=1), confidence(z)]
-                    rows.append([figure.cpu() for figure in figures])
-            for key, parts in zip(
-                ("y", "ep", "ec", "p", "c"), zip(*rows, strict=True), strict=True
-            ):
-                found[f"{run}/{name}/{key}"] = torch.cat(parts).numpy()
-        costs = count_costs(model, size)
-        numbers = [costs.macs, dense_macs(model, size), costs.embedding_macs]
-        found[f"{run}/costs"] = np.array(numbers)
+    for checkpoint in sorted(folder.glob("*/last.safetensors")):
+        answers = np.load(keep_answers(checkpoint, root))
+        found |= {f"{checkpoint.parent.name}/{key}": value for key, value in answers.items()}
     return found
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """A network, or the embedding beside it, of all seeds of a run."""
+
+    group: str
+    by: str  # NETWORK or EMBEDDING
+
+    def of(self, seed: int) -> str:
+        """The run of a seed."""
+        return f"{self.group}-seed{seed}"
 
 
 class Front:
@@ -87,38 +113,68 @@ class Front:
 
     def __init__(self, found: dict[str, np.ndarray]) -> None:
         self.found = found
+        self.device = choose_device()
+
+    def __contains__(self, group: str) -> bool:
+        """Whether a run was trained with all seeds."""
+        return all(f"{group}-seed{seed}/costs" in self.found for seed in SEEDS)
 
     def costs(self, run: str) -> tuple[int, int, int]:
         """MACs of the base network, of it before it was pruned, and of the embedding."""
         base, dense, embedding = self.found[f"{run}/costs"].tolist()
         return base, dense, embedding
 
-    def right(self, run: str, images: str, answer: str = "p") -> torch.Tensor:
-        """Which images a run's network (or, by `ep`, its embedding) gets right."""
-        of = f"{run}/{images}"
-        return torch.from_numpy(self.found[f"{of}/{answer}"] == self.found[f"{of}/y"])
+    @cache  # noqa: B019
+    def logits(self, run: str, by: str, images: str) -> torch.Tensor:
+        """What a network or embedding says of a set of images."""
+        return torch.from_numpy(self.found[f"{run}/{images}/{by}"]).float().to(self.device)
 
-    def joined(self, first: str, by: str, base: str, images: str) -> Answers:
-        """The answers of two runs of one seed: one's embedding or network looks first."""
-        answer, sure = ("ep", "ec") if by == "embedding" else ("p", "c")
-        network, _, looking = self.costs(first)
-        looks = looking if by == "embedding" else network
-        goes_on, dense, _ = self.costs(base)
-        right = self.right(base, images)
+    @cache  # noqa: B019
+    def labels(self, run: str, images: str) -> torch.Tensor:
+        """The right answers."""
+        return torch.from_numpy(self.found[f"{run}/{images}/y"]).to(self.device)
+
+    def accuracy(self, run: str, images: str, by: str = NETWORK) -> float:
+        """Of a network or embedding alone."""
+        right = self.logits(run, by, images).argmax(dim=1) == self.labels(run, images)
+        return right.double().mean().item()
+
+    @cache  # noqa: B019
+    def joined(self, first: Answerer, base: str, seed: int, images: str, vote: float) -> Answers:
+        """The answers of two runs of one seed, one of which looks first."""
+        one, two = first.of(seed), f"{base}-seed{seed}"
+        network, _, embedding = self.costs(one)
+        looks = embedding if first.by == EMBEDDING else network
+        goes_on, dense, _ = self.costs(two)
+        early, late = self.logits(one, first.by, images), self.logits(two, NETWORK, images)
+        labels = self.labels(two, images)
+        joint = joint_answer(late, early, late.new_tensor(vote))
+        right, early_right, joint_right = (
+            (z.argmax(dim=1) == labels).cpu() for z in (late, early, joint)
+        )
         unknown = torch.zeros(len(right))
         return Answers(
-            confidence=torch.from_numpy(self.found[f"{first}/{images}/{sure}"]),
-            early_right=self.right(first, images, answer),
+            confidence=confidence(early).cpu(),
+            early_right=early_right,
             right=right,
+            joint_right=joint_right,
             early_loss=unknown,
             loss=unknown,
+            joint_loss=F.cross_entropy(joint, labels, reduction="none").cpu(),
+            vote=vote,
             active=unknown,
             macs=torch.full_like(right, looks + goes_on, dtype=torch.int64),
             macs_without=torch.full_like(right, goes_on, dtype=torch.int64),
             embedding_macs=looks,
             dense_macs=dense,
-            classes=CLASSES,
+            classes=late.shape[1],
         )
+
+    @cache  # noqa: B019
+    def vote(self, first: Answerer, base: str, seed: int) -> float:
+        """How much the first stage counts where both answer, as `deepmoe exits` fits it."""
+        tried = [self.joined(first, base, seed, "holdout", vote) for vote in VOTES]
+        return min(tried, key=lambda answers: answers.joint_loss.mean().item()).vote
 
     def static(self, group: str) -> dict[str, Any]:
         """A network alone."""
@@ -128,50 +184,62 @@ class Front:
             "run": group,
             "macs": base,
             "macs_share": base / dense,
-            "accuracy": [self.right(run, "test").double().mean().item() for run in runs],
-            "holdout_accuracy": [self.right(run, "holdout").double().mean().item() for run in runs],
+            "accuracy": [self.accuracy(run, "test") for run in runs],
+            "holdout_accuracy": [self.accuracy(run, "holdout") for run in runs],
             "embedding_macs": embedding,
-            "embedding_accuracy": [
-                self.right(run, "test", "ep").double().mean().item() for run in runs
-            ],
+            "embedding_accuracy": [self.accuracy(run, "test", EMBEDDING) for run in runs],
         }
 
-    def pair(self, first: str, by: str, base: str, macs: float) -> dict[str, Any] | None:
-        """Two that make a model of this mean cost; `None` where they can't."""
-        fitted, tested = [], []
+    def fitted(
+        self, first: Answerer, base: str, macs: float, *, votes: bool
+    ) -> list[ExitFigures] | None:
+        """Two that make a model of this mean cost, on held-out images; `None` where they can't."""
+        found = []
         for seed in SEEDS:
-            one, two = (f"{group}-seed{seed}" for group in (first, base))
-            answers = self.joined(one, by, two, "holdout")
+            vote = self.vote(first, base, seed) if votes else 0.0
+            answers = self.joined(first, base, seed, "holdout", vote)
             try:
-                fitted.append(exit_for_macs(answers, macs / answers.dense_macs))
+                found.append(exit_for_macs(answers, macs / answers.dense_macs))
             except UserError:
                 return None
-            tested.append(self.joined(one, by, two, "test").at(fitted[-1].threshold))
+        return found
+
+    def tested(self, first: Answerer, base: str, fitted: list[ExitFigures]) -> dict[str, Any]:
+        """The same on the test set."""
+        found = [
+            self.joined(first, base, seed, "test", figures.vote).at(figures.threshold)
+            for seed, figures in zip(SEEDS, fitted, strict=True)
+        ]
         return {
-            "looks_first": first,
-            "by": by,
+            "looks_first": first.group,
+            "by": first.by,
             "base": base,
             "holdout_accuracy": [figures.accuracy for figures in fitted],
             "thresholds": [figures.threshold for figures in fitted],
+            "votes": [figures.vote for figures in fitted],
             **{
-                key: [getattr(figures, key) for figures in tested]
+                key: [getattr(figures, key) for figures in found]
                 for key in ("accuracy", "macs", "exited")
             },
         }
 
-    def best(self, firsts: list[tuple[str, str]], bases: list[str], macs: float) -> dict[str, Any]:
-        """For each kind of first look, the pair that is best on held-out images."""
+    def best(self, firsts: Sequence[Answerer], bases: Sequence[str], macs: float) -> dict[str, Any]:
+        """For each kind of first stage, the pair that is best on held-out images.
+
+        `without_vote` is the best one where the first stage has no say in what goes on.
+        """
         chosen: dict[str, Any] = {}
-        for kind in ("embedding", "network"):
-            pairs = [
-                found
-                for (first, by), base in itertools.product(firsts, bases)
-                if by == kind and (by == "embedding" or self.cheaper(first, base))
-                if (found := self.pair(first, by, base, macs)) is not None
-            ]
+        for kind, votes in itertools.product((EMBEDDING, NETWORK), (True, False)):
+            pairs = {
+                (first, base): fitted
+                for first, base in itertools.product(firsts, bases)
+                if first.by == kind and (kind == EMBEDDING or self.cheaper(first.group, base))
+                if (fitted := self.fitted(first, base, macs, votes=votes)) is not None
+            }
             if pairs:
-                best = max(pairs, key=lambda pair: statistics.fmean(pair["holdout_accuracy"]))
-                chosen[kind] = {**best, "tried": len(pairs)}
+                best = max(pairs, key=lambda pair: _mean_accuracy(pairs[pair]))
+                name = kind if votes else f"{kind}_without_vote"
+                chosen[name] = {**self.tested(*best, pairs[best]), "tried": len(pairs)}
         return chosen
 
     def cheaper(self, first: str, base: str) -> bool:
@@ -179,17 +247,22 @@ class Front:
         return self.costs(f"{first}-seed0")[0] < self.costs(f"{base}-seed0")[0]
 
 
+def _mean_accuracy(figures: Sequence[ExitFigures]) -> float:
+    return statistics.fmean(f.accuracy for f in figures)
+
+
 def front(found: dict[str, np.ndarray]) -> dict[str, Any]:
-    """All figures of the experiment."""
+    """All figures of the experiment, of the runs that are there."""
     runs = Front(found)
-    embeddings = [(group, "embedding") for group in EMBEDDINGS]
-    vgg16 = [f"vgg16_{share}" for share in VGG16]
-    resnet18 = [f"resnet18_{millions}" for millions in RESNET18]
-    dense = runs.costs("vgg16_100-seed0")[1]
-    firsts = [*embeddings, *((group, "network") for group in vgg16)]
-    others = [*firsts, *((group, "network") for group in resnet18)]
+    vgg16 = [name for share in VGG16 if (name := f"vgg16_{share}") in runs]
+    resnet18 = [name for millions in RESNET18 if (name := f"resnet18_{millions}") in runs]
+    embeddings = [Answerer(group, EMBEDDING) for group in EMBEDDINGS if group in runs]
+    dense = runs.costs(f"{vgg16[0]}-seed0")[1]
+    firsts = [*embeddings, *(Answerer(group, NETWORK) for group in vgg16)]
+    others = [*firsts, *(Answerer(group, NETWORK) for group in resnet18)]
     return {
         "static": [runs.static(group) for group in [*vgg16, *resnet18]],
+        "starts": [runs.static(group) for group in ("vgg16", "resnet18") if group in runs],
         "vgg16": [{"share": share, **runs.best(firsts, vgg16, share * dense)} for share in SHARES],
         "resnet18": [
             {"millions": millions, **runs.best(others, resnet18, millions * 1e6)}
@@ -202,17 +275,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", type=Path, help="folder of the sweep's runs")
     parser.add_argument("--data", default="data", help="folder of CIFAR-100")
-    parser.add_argument("--answers", type=Path, help="file to keep what the networks say in")
-    parser.add_argument("--hardware", help="that the answers in the file come from")
+    parser.add_argument("--out", type=Path, default=OUT, help="file to write")
     asked = parser.parse_args()
-    if asked.answers is not None and asked.answers.exists():
-        answers = dict(np.load(asked.answers))
-    else:
-        answers = collected(asked.runs, asked.data)
-        if asked.answers is not None:
-            np.savez_compressed(asked.answers, **answers)
+    figures = front(collected(asked.runs, asked.data))
     command = "python scripts/exit_front.py runs/cifar100_exits"
-    result = with_origin(front(answers), command=command, seed=SEEDS[0], device=choose_device())
-    # What the figures depend on is where the networks ran, not where their answers were joined.
-    result |= {"seed": "0, 1, 2", "hardware": asked.hardware or result["hardware"]}
-    write_atomically(OUT, (json.dumps(result, indent=2) + "\n").encode())
+    result = with_origin(figures, command=command, seed=SEEDS[0], device=choose_device())
+    result["seed"] = "0, 1, 2"
+    write_atomically(asked.out, (json.dumps(result, indent=2) + "\n").encode())

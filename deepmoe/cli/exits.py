@@ -122,7 +122,7 @@ def _print(figures: "ExitFigures", on: str, loss: float | None, guarantee: float
     print_table(header, rows)
     say(
         f"fitted on {figures.images:,} images ({on}): the embedding answers from a confidence of "
-        f"{figures.threshold:.3f}"
+        f"{figures.threshold:.3f}, and has a vote of {figures.vote:.0%} on the other images"
     )
     if guarantee is not None:
         say(

@@ -5,6 +5,7 @@ how sure the embedding is, whether its answer is right, and whether the whole ne
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,9 +19,10 @@ from deepmoe.evaluation.accuracy import Evaluation
 from deepmoe.evaluation.batches import Batches, batches_for, size_of
 from deepmoe.extras import require
 from deepmoe.hard_moe import refuse_experts
-from deepmoe.model import DeepMoE, confidence
+from deepmoe.model import DeepMoE, confidence, joint_answer
 
 CERTIFIED_STEPS = 1000  # thresholds that are tested one after the other, from 1 down to 0
+VOTES = tuple(step / 20 for step in range(11))  # of an embedding, that are tried
 NEVER = 2.0  # a confidence that none reaches
 BY_CHANCE = 0.05  # an embedding that is not better than guessing at this level has learnt nothing
 
@@ -32,9 +34,12 @@ class Answers:
     Attributes:
         confidence: how sure the embedding is, in the precision in which the model compares it.
         early_right: whether the embedding's answer is right.
-        right: whether the whole network's is.
+        right: whether the base network's own is.
+        joint_right: whether that of both together is, which images get that go on.
         early_loss: cross-entropy of the embedding's answer.
-        loss: that of the whole network's.
+        loss: that of the base network's.
+        joint_loss: that of both together.
+        vote: share of the embedding in what both say together.
         active: share of the gated channels that run, if the image goes on.
         macs: of the whole network, embedding included.
         macs_without: of a model that never asks the embedding for an answer. Where it makes no
@@ -47,8 +52,11 @@ class Answers:
     confidence: Tensor
     early_right: Tensor
     right: Tensor
+    joint_right: Tensor
     early_loss: Tensor
     loss: Tensor
+    joint_loss: Tensor
+    vote: float
     active: Tensor
     macs: Tensor
     macs_without: Tensor
@@ -64,10 +72,11 @@ class Answers:
         # As the model keeps it, in its precision: what is measured is what will be used.
         threshold = float(torch.tensor(threshold, dtype=self.confidence.dtype))
         exited = self.confidence >= threshold
-        right = torch.where(exited, self.early_right, self.right)
+        right = torch.where(exited, self.early_right, self.joint_right)
         macs = torch.where(exited, self.embedding_macs, self.macs)
         return ExitFigures(
             threshold=threshold,
+            vote=self.vote,
             images=len(self),
             exited=_mean(exited),
             accuracy=_mean(right),
@@ -79,14 +88,16 @@ class Answers:
         )
 
     def evaluation(self, threshold: float) -> Evaluation:
-        """The same in the words of `evaluate`. Above 1, there are no exits."""
+        """The same in the words of `evaluate`. Above 1, there are no exits, and no vote."""
         figures = self.at(threshold)
         exited = self.confidence >= figures.threshold
+        off = threshold > 1
+        losses = self.loss if off else torch.where(exited, self.early_loss, self.joint_loss)
         return Evaluation(
             images=len(self),
-            accuracy=figures.accuracy,
-            loss=_mean(torch.where(exited, self.early_loss, self.loss)),
-            macs=figures.macs_without if threshold > 1 else figures.macs,
+            accuracy=figures.accuracy_without if off else figures.accuracy,
+            loss=_mean(losses),
+            macs=figures.macs_without if off else figures.macs,
             dense_macs=self.dense_macs,
             active=_mean(torch.where(exited, 0.0, self.active)),
             embedding_accuracy=_mean(self.early_right),
@@ -99,6 +110,7 @@ class ExitFigures:
     """A threshold, and what it does on a set of images; costs are means over images."""
 
     threshold: float
+    vote: float  # share of the embedding in the answers of images that go on
     images: int
     exited: float  # exit rate: share of the images that the embedding answers
     accuracy: float
@@ -123,8 +135,16 @@ class ExitFigures:
 
 
 @torch.inference_mode()
-def collect_answers(model: DeepMoE, batches: Batches) -> Answers:
-    """One pass over images: what the embedding says, and what the whole network does.
+def collect_answers(
+    model: DeepMoE, batches: Batches, votes: Sequence[float] | None = None
+) -> Answers:
+    """One pass over images: what the embedding says, the base network, and both together.
+
+    Args:
+        model: with an embedding.
+        batches: normalised images and labels.
+        votes: of the embedding to choose from: the one is taken whose joint answers have the
+            smallest cross-entropy. The model's own if not given.
 
     Raises:
         UserError: for a model without an embedding, one that does not classify images, or outputs
@@ -138,6 +158,8 @@ def collect_answers(model: DeepMoE, batches: Batches) -> Answers:
         )
     model.check_finite()
     found, size = [], (0, 0)
+    own = 0.0 if model.exit_vote is None else float(model.exit_vote)
+    votes = (own,) if votes is None else votes
     for x_BCHW, labels in batches_for(model, batches, doing="finding exits"):
         if labels.dim() != 1:
             raise UserError("segmentation has no exits: an embedding answers for a whole image")
@@ -147,20 +169,27 @@ def collect_answers(model: DeepMoE, batches: Batches) -> Answers:
         assert early is not None
         if not bool(early.isfinite().all() & logits.isfinite().all()):
             raise UserError("the model's outputs are not finite")
+        joint_VBC = torch.stack([joint_answer(logits, early, logits.new_tensor(v)) for v in votes])
+        joint_loss_VB = [F.cross_entropy(z, labels, reduction="none") for z in joint_VBC.double()]
         answers = {
             "confidence": confidence(early),
             "early_right": early.argmax(dim=1) == labels,
             "right": logits.argmax(dim=1) == labels,
+            "joint_right": (joint_VBC.argmax(dim=2) == labels).T,
             "early_loss": F.cross_entropy(early.double(), labels, reduction="none"),
             "loss": F.cross_entropy(logits.double(), labels, reduction="none"),
+            "joint_loss": torch.stack(joint_loss_VB, dim=1),
             "active": torch.ones_like(labels) if gates is None else active_share(gates),
             "macs": torch.zeros_like(labels) + count_macs(model, size, gates),
         }
         found.append({name: values.cpu() for name, values in answers.items()})
     columns = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     embedding_macs = count_costs(model, size).embedding_macs
+    best = int(columns["joint_loss"].mean(dim=0).argmin())
+    columns |= {name: columns[name][:, best] for name in ("joint_right", "joint_loss")}
     return Answers(
         **columns,
+        vote=votes[best],
         macs_without=columns["macs"] - (0 if model.gated else embedding_macs),
         embedding_macs=embedding_macs,
         dense_macs=dense_macs(model, size),
@@ -179,11 +208,12 @@ def set_exits(
     """Lets a model's embedding answer the images that it is sure of.
 
     Args:
-        model: with an embedding that has learnt to classify; its `exit_at` is set.
+        model: with an embedding that has learnt to classify; `exit_at` and `exit_vote` are set.
         batches: normalised images and labels that the model has not learnt from.
         loss: points of accuracy that may be lost on them, such as 0.5.
         macs: or the share of the dense MACs to come down to.
-        guarantee: with `loss`: the probability with which no more is lost on other images.
+        guarantee: with `loss`: the probability with which no more is lost on other images. What is
+            certified is the base network's own answer, so that the embedding has no vote then.
 
     Returns:
         What that does on the given images.
@@ -192,7 +222,7 @@ def set_exits(
         UserError: for a model that can't have exits, or a threshold that can't be met.
     """
     check_asked(loss, macs, guarantee)
-    answers = collect_answers(model, batches)
+    answers = collect_answers(model, batches, VOTES if guarantee is None else (0.0,))
     if macs is not None:
         figures = exit_for_macs(answers, macs)
     else:
@@ -209,7 +239,9 @@ def set_exits(
             "smaller embedding"
         )
     threshold = torch.tensor(figures.threshold, dtype=torch.float64)
+    vote = torch.tensor(figures.vote, dtype=torch.float64)
     model.exit_at = threshold.to(next(model.parameters()))
+    model.exit_vote = vote.to(next(model.parameters())) if figures.vote else None
     return figures
 
 
@@ -256,11 +288,13 @@ def exit_for_loss(answers: Answers, points: float) -> ExitFigures:
     if not 0 <= points <= 100:
         raise UserError(f"a loss of accuracy is from 0 to 100 points, not {points:g}")
     order = answers.confidence.argsort(descending=True, stable=True)
-    lost = answers.right[order].long() - answers.early_right[order].long()
+    # Without an exit, what goes on has gained or lost already: by the embedding's vote.
+    lost_on_the_way = int(answers.right.sum()) - int(answers.joint_right.sum())
+    lost = answers.joint_right[order].long() - answers.early_right[order].long()
     ends = _last_of_equal(answers.confidence[order])
     # Whole images: 0.7 points of 1,000 are 7 of them, and not a little less.
     allowed = math.floor(points * len(answers) / 100 + 1e-9)
-    good = ends & (lost.cumsum(0) <= allowed)
+    good = ends & (lost_on_the_way + lost.cumsum(0) <= allowed)
     if not bool(good.any()):
         raise UserError(
             f"every threshold loses more than {points:g} points on these {len(answers)} images"

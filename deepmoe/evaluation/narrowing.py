@@ -53,6 +53,7 @@ def narrowed_model(model: DeepMoE, used: Sequence[Tensor] | Sequence[np.ndarray]
         model.source,
         model.exit_at,
         model.unpruned or model.gating.graph,
+        model.exit_vote,
     )
     small.training = model.training
     return small

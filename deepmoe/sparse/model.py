@@ -119,6 +119,7 @@ class SparseModel(InferenceModel):
             copy.deepcopy(model.thresholds),
             exit_at=copy.deepcopy(model.exit_at),
             unpruned=model.unpruned,
+            exit_vote=copy.deepcopy(model.exit_vote),
         )
         self.dtype = dtype
         device = next(model.parameters()).device
@@ -178,6 +179,7 @@ class SparseModel(InferenceModel):
         going_on = exited.tolist().count(False)
         if going_on == len(x_BCHW):
             logits, _, g_BC = self._answer(x_BCHW, e_BD, embedding_logits)
+            logits = self.joint(logits, embedding_logits)
         else:
             logits, g_BC = self._answer_some(x_BCHW, e_BD, embedding_logits, exited, going_on)
         return self._output(logits, embedding_logits, g_BC, exited)
@@ -197,6 +199,7 @@ class SparseModel(InferenceModel):
         images = order[: going_on if self.graphs is None else roughly(going_on)]
         looked = (e_BD.index_select(0, images), embedding_logits.index_select(0, images))
         answers, _, gates = self._answer(images_of(x_BCHW, images), *looked)
+        answers = self.joint(answers, looked[1])
         logits.index_copy_(0, images[:going_on], answers[:going_on])
         if g_BC is not None and gates is not None:
             g_BC.index_copy_(0, images[:going_on], gates[:going_on])

@@ -334,10 +334,10 @@ def _restore(
     checkpoint = load_checkpoint(path, network=made)
     if checkpoint.model.codebook is not None:
         model.codebook = checkpoint.model.codebook.to(next(model.parameters()).device)
-    if checkpoint.model.thresholds is not None:
-        model.thresholds = checkpoint.model.thresholds.to(next(model.parameters()).device)
-    if checkpoint.model.exit_at is not None:
-        model.exit_at = checkpoint.model.exit_at.to(next(model.parameters()).device)
+    for buffer in ("thresholds", "exit_at", "exit_vote"):
+        value = getattr(checkpoint.model, buffer)
+        if value is not None:
+            setattr(model, buffer, value.to(next(model.parameters()).device))
     model.to(next(checkpoint.model.parameters()).dtype)
     model.load_state_dict(checkpoint.model.state_dict())
     for name, parameter in model.named_parameters():

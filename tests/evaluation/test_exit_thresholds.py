@@ -30,6 +30,7 @@ from deepmoe.evaluation import (
     exit_for_macs,
     set_exits,
 )
+from deepmoe.evaluation.exits import VOTES
 from deepmoe.model import DeepMoE, confidence
 from deepmoe.registry import create_model
 from deepmoe.training import fit
@@ -40,6 +41,7 @@ def answers(
     early: Tensor | list[bool],
     right: Tensor | list[bool],
     macs: Tensor | list[int] | None = None,
+    joint: list[bool] | None = None,
     **options: int,
 ) -> Answers:
     """Made-up answers; with so many classes that an embedding is soon better than chance."""
@@ -51,8 +53,11 @@ def answers(
         confidence=sure,
         early_right=early,
         right=right,
+        joint_right=right if joint is None else torch.as_tensor(joint),
         early_loss=nothing,
         loss=nothing,
+        joint_loss=nothing,
+        vote=0.0 if joint is None else 0.5,
         active=nothing,
         macs=macs,
         macs_without=macs - 10,
@@ -271,7 +276,8 @@ def batches(model: DeepMoE) -> list[tuple[Tensor, Tensor]]:
 def test_a_model_does_what_its_answers_say(gates: str | None, dtype: torch.dtype) -> None:
     model = unsure(gates, dtype)
     images = batches(model)
-    found = collect_answers(model, images)
+    found = collect_answers(model, images, VOTES)
+    alone = collect_answers(model, images)
     costs = count_costs(model, 16)
     without = evaluate(model, images)
     share = 0.6 * without.macs_share
@@ -289,9 +295,14 @@ def test_a_model_does_what_its_answers_say(gates: str | None, dtype: torch.dtype
     assert result.dense_macs == figures.dense_macs == dense_macs(model, 16)
     again = collect_answers(model, images)  # exits that are set already change nothing
     assert torch.equal(again.right, found.right) and torch.equal(again.macs, found.macs)
+    assert again.vote == pytest.approx(found.vote) and torch.equal(
+        again.joint_right, found.joint_right
+    )
     assert set_exits(model, images, loss=20) == exit_for_loss(found, 20)
-    assert set_exits(model, images, loss=40, guarantee=0.9) == exit_certified(found, 40, 0.9)
-    assert float(model.exit_at) == exit_certified(found, 40, 0.9).threshold
+    # What is certified is the network's own answer.
+    assert set_exits(model, images, loss=40, guarantee=0.9) == exit_certified(alone, 40, 0.9)
+    assert float(model.exit_at) == exit_certified(alone, 40, 0.9).threshold
+    assert model.exit_vote is None
 
 
 @torch.no_grad()
