@@ -177,6 +177,22 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, name: str, value: flo
         load_checkpoint(path)
 
 
+@pytest.mark.parametrize("vote", [-0.1, 1.5])
+def test_a_vote_that_is_no_share_is_refused(tmp_path, vote: float) -> None:
+    config, path = tiny_config(), tmp_path / "model.safetensors"
+    model = model_from_config(config, 10)
+    model.exit_at, model.exit_vote = torch.tensor(0.5), torch.tensor(vote)
+    save_checkpoint(path, model, config, INFO, TrainState(3))
+    with pytest.raises(UserError, match="exit_vote is not from 0 to 1"):
+        load_checkpoint(path)
+
+
+def test_a_vote_without_exits_does_not_fit(saved) -> None:
+    save_file({**load_file(saved), "model.exit_vote": torch.tensor(0.5)}, saved, header_of(saved))
+    with pytest.raises(UserError, match="does not fit its own model"):
+        load_checkpoint(saved)
+
+
 OLD = {version: Path(__file__).parent / f"version{version}" for version in (1, 2)}
 REFUSED = OLD[1] / "resnet.safetensors"
 OLD_FILES = [p for folder in OLD.values() for p in sorted(folder.glob("*.safetensors"))]

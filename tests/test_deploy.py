@@ -54,6 +54,7 @@ def model_with_exits(codes: int | None = None) -> tuple[DeepMoE, Tensor]:
         routes = torch.cat(model.heads(model.embedding(images[:codes])[0]), dim=1)
         model.codebook = RouteCodebook(routes, torch.ones(routes.shape[1]), model.gating.widths)
     model.exit_at = confidence(model(images).embedding_logits).median() + 1e-4
+    model.exit_vote = None if codes is None else torch.tensor(0.2)
     assert 0 < model(images).exited.sum() < len(images)
     return model, images
 

@@ -63,6 +63,7 @@ def test_a_folder_gives_back_the_same_model(kind: str, tmp_path) -> None:
         model, x = model.double(), X.double()
     elif kind == "exits":
         model.exit_at = confidence(model(x).embedding_logits).median()
+        model.exit_vote = torch.tensor(0.4)
     elif kind == "pruned":  # and without heads
         model = pruned_with_exits()
     model.save_pretrained(tmp_path / "model")
@@ -85,10 +86,11 @@ def test_the_files_are_for_people_and_for_every_verb(tmp_path) -> None:
     assert deepmoe.load_checkpoint(tmp_path / "model.safetensors").info == info
     assert "exit_at" not in told
     model = pruned_with_exits()
-    model.exit_at = torch.tensor(0.9)
+    model.exit_at, model.exit_vote = torch.tensor(0.9), torch.tensor(0.15)
     model.save_pretrained(tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())
-    assert told["exit_at"] == 0.9 and told["model"]["kept"] == list(model.source.kept)
+    assert (told["exit_at"], told["exit_vote"]) == (0.9, 0.15)
+    assert told["model"]["kept"] == list(model.source.kept)
 
 
 @torch.no_grad()

@@ -65,11 +65,14 @@ def answers(
     )
 
 
-def random_answers(images: int = 60, dtype: torch.dtype = torch.float32, ties: bool = False):
+def random_answers(
+    images: int = 60, dtype: torch.dtype = torch.float32, ties: bool = False, votes: bool = False
+) -> Answers:
     sure = torch.rand(images, dtype=dtype)
     sure = (sure * 10).round() / 10 if ties else sure
     early, right = torch.rand(images) < 0.3 + 0.6 * sure, torch.rand(images) < 0.8
-    return answers(sure, early, right, torch.randint(20, 100, (images,)))
+    joint = (torch.rand(images) < 0.85).tolist() if votes else None
+    return answers(sure, early, right, torch.randint(20, 100, (images,)), joint)
 
 
 def test_what_a_threshold_does() -> None:
@@ -92,7 +95,35 @@ def test_what_a_threshold_does() -> None:
     assert values["loss"] == -0.25 and values["threshold"] == pytest.approx(0.7)
 
 
-KINDS = {"single": {}, "double": {"dtype": torch.float64}, "ties": {"ties": True}}
+def test_images_that_go_on_get_the_answer_of_both() -> None:
+    found = answers(
+        [0.9, 0.8, 0.3, 0.2],
+        [True, False, False, True],
+        [True, False, False, True],
+        joint=[False, True, True, False],
+    )
+    assert found.at(0.9).accuracy == 0.75 and found.at(0.9).accuracy_without == 0.5
+    assert (found.at(0.9).vote, found.at(2.0).accuracy) == (0.5, 0.5)
+    assert found.evaluation(1.01).accuracy == 0.5  # without exits, the network answers alone
+    assert exit_for_loss(found, 0).exited == 1
+
+
+def test_the_vote_is_the_one_that_predicts_best() -> None:
+    torch.manual_seed(0)
+    model = unsure(None)
+    x = torch.randn(60, 3, 16, 16)
+    with torch.no_grad():
+        plain = model(x)
+    for answer, vote in ((plain.logits, 0.0), (plain.embedding_logits, max(VOTES))):
+        assert collect_answers(model, [(x, answer.argmax(dim=1))], VOTES).vote == vote
+
+
+KINDS = {
+    "single": {},
+    "double": {"dtype": torch.float64},
+    "ties": {"ties": True},
+    "votes": {"votes": True},
+}
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
@@ -317,11 +348,16 @@ def test_images_that_exit_carry_the_embeddings_logits(gates: str | None) -> None
     assert torch.equal(output.exited, sure >= sure.median()) and output.exited.sum() == 5
     assert torch.equal(output.logits[output.exited], plain.embedding_logits[output.exited])
     assert torch.equal(output.logits[~output.exited], plain.logits[~output.exited])
+    model.exit_vote = torch.tensor(0.25)  # of what it says of images that go on
+    voted = model(x)
+    both = 0.75 * plain.logits + 0.25 * plain.embedding_logits
+    torch.testing.assert_close(voted.logits[~output.exited], both[~output.exited])
+    assert torch.equal(voted.logits[output.exited], output.logits[output.exited])
 
     whole, looking = count_macs(model, 16, plain.gates), model.embedding.macs(16, 16)
     macs = count_macs(model, 16, output.gates, output.exited)
     assert torch.equal(macs, torch.where(output.exited, looking, whole))
-    labels = output.logits.argmax(dim=1)
+    labels = voted.logits.argmax(dim=1)
     result = evaluate(model, [(x[:4], labels[:4]), (x[4:], labels[4:])])
     assert (result.exited, result.accuracy) == (5 / 9, 1)
     assert result.macs == pytest.approx(macs.double().mean().item())

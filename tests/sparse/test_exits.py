@@ -64,6 +64,7 @@ def with_exits(make: Callable[[], DeepMoE], share: float = 0.5) -> tuple[DeepMoE
     torch.manual_seed(0)
     model, x = make(), torch.randn(IMAGES, 3, *SIZE)
     model.exit_at = between(model, x, share)
+    model.exit_vote = torch.tensor(0.3)
     return model, x
 
 
@@ -183,11 +184,14 @@ def test_the_threshold_may_be_set_anew_or_off(make, ran) -> None:
     torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
-def test_its_own_threshold_is_a_copy() -> None:
+def test_its_own_threshold_and_vote_are_copies() -> None:
     model, x = with_exits(no_heads)
     sparse = sparsify(model)
+    before = sparse(x).logits
     model.exit_at.fill_(0.0)
+    model.exit_vote.fill_(1.0)
     assert sparse(x).exited.sum() == IMAGES // 2
+    assert torch.equal(sparse(x).logits, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
