@@ -157,6 +157,26 @@ def other_networks_table() -> str:
     return "\n\n".join([about, markdown_table(header, rows), origins])
 
 
+def export_latency_table() -> str:
+    """What pruning is worth in exported files."""
+    result = benchmark("export_latency")
+    rows = [
+        (
+            v["network"],
+            f"{v['macs_share']:.0%}",
+            v["runtime"],
+            f"{v['ms'] / v['ratio']:.1f}",
+            f"{v['ms']:.1f}",
+            f"{1 / v['ratio']:.2f}",
+            f"{v['bytes'] / 1e6:.1f}",
+        )
+        for v in result["values"]
+        if v["macs_share"] < 1
+    ]
+    header = ["network", "of dense MACs", "runtime", "dense ms", "file ms", "times as fast", "MB"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
 def resume_gpu_table() -> str:
     """How exactly resumed runs repeat on a GPU; nothing until that is measured.
 

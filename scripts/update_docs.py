@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib
 from benchmark_tables import (
     cpu_kernels_table,
+    export_latency_table,
     input_speed_table,
     other_networks_table,
     resume_gpu_table,
@@ -139,6 +140,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "cpu-kernels": cpu_kernels_table,
     "other-networks": other_networks_table,
     "resume-gpu": resume_gpu_table,
+    "export-latency": export_latency_table,
 }
 DOCUMENTS = [
     ROOT / "README.md",

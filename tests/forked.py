@@ -3,11 +3,9 @@
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
@@ -83,10 +81,6 @@ class Forked:
 
     def terminate(self) -> None:
         self._process.terminate()
-
-
-# What stands for the module `subprocess` where `deepmoe` starts itself.
-FORKING = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
 
 
 def _threads() -> int:

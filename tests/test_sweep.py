@@ -6,14 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from forked import FORKING, Forked
+from forked import Forked
 from safetensors.torch import load_file
 from test_exclusive import HOLD
 
@@ -24,6 +23,7 @@ from deepmoe.errors import UserError
 from deepmoe.files import exclusive
 from deepmoe.sweep import Grid, Run, grid_name, read_grid, read_results, steps, summary, sweep
 from deepmoe.sweep.grid import with_checkpoints
+from deepmoe.sweep.local import Worker
 from deepmoe.sweep.steps import Teaching
 
 TINY = """
@@ -266,21 +266,32 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path, text: str, messa
 
 
 class InThisProcess:
-    """Stands for a process that trains, without the seconds that one takes to start."""
+    """Stands for a worker, without the seconds that one takes to start."""
 
-    def __init__(self, command: list[str], *, stdout, **_) -> None:
-        result = CliRunner().invoke(main, command[command.index("deepmoe") + 1 :])
-        stdout.write(result.output.encode())
-        self.returncode = result.exit_code
+    def begin(self, arguments: Sequence[str], log: Path) -> None:
+        result = CliRunner().invoke(main, list(arguments))
+        with log.open("a") as output:
+            output.write(result.output)
+        self.returned = result.exit_code
 
-    def poll(self) -> int:
-        return self.returncode
+    def code(self) -> int:
+        return self.returned
 
     def terminate(self) -> None:
         """It has ended."""
 
     def wait(self) -> None:
         """It has ended."""
+
+
+def returning(code: int) -> Callable[[], InThisProcess]:
+    """Workers that do nothing, and say this of it."""
+
+    class Returning(InThisProcess):
+        def begin(self, *_) -> None:
+            self.returned = code
+
+    return Returning
 
 
 @pytest.fixture(scope="module")
@@ -293,8 +304,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Grid, Path]:
     )
     grid = read_grid(write(folder, text))
     with pytest.MonkeyPatch.context() as patch:
-        fake = SimpleNamespace(Popen=InThisProcess, STDOUT=subprocess.STDOUT)
-        patch.setattr("deepmoe.launch.subprocess", fake)
+        patch.setattr("deepmoe.sweep.local.Worker", InThisProcess)
         assert not sweep(grid, folder / "runs", folder / "runs.jsonl", command="test")
     return grid, folder
 
@@ -314,7 +324,7 @@ def test_runs_take_checkpoints_of_others_and_one_failure_stops_no_other(swept) -
 def test_what_has_a_result_is_left_alone_and_rows_hold_means(swept, monkeypatch) -> None:
     grid, folder = swept
     finished = Grid(grid.runs[:2], grid.jobs)
-    monkeypatch.setattr("deepmoe.launch.launch", lambda *_, **__: pytest.fail("started again"))
+    monkeypatch.setattr("deepmoe.sweep.local.Worker", lambda: pytest.fail("started again"))
     assert sweep(finished, folder / "runs", folder / "runs.jsonl", command="test")
     rows = summary([run.name for run in grid.runs], read_results(folder / "runs.jsonl"))
     assert [row["run"] for row in rows] == ["student", "dense", "broken"]
@@ -416,7 +426,7 @@ def test_results_of_runs_that_the_grid_does_not_have_are_left_alone(
     swept, tmp_path: Path, monkeypatch
 ) -> None:
     grid, folder = swept
-    monkeypatch.setattr("deepmoe.launch.launch", lambda *_, **__: subprocess.Popen(["true"]))
+    monkeypatch.setattr("deepmoe.sweep.local.Worker", returning(0))
     dense = lines_of(folder / "runs.jsonl")["dense-seed0"]
     dense["values"]["run"] = "mixed-seed0"
     dense["values"]["config"] = dense["values"]["config"].replace("[data]", "[data]\nmixup = 0.5")
@@ -432,12 +442,11 @@ def commands(monkeypatch) -> list[list[str]]:
     started = []
 
     class Noted(InThisProcess):
-        def __init__(self, command: list[str], **options) -> None:
-            started.append(command[command.index("deepmoe") + 1 :])
-            super().__init__(command, **options)
+        def begin(self, arguments: Sequence[str], log: Path) -> None:
+            started.append(list(arguments))
+            super().begin(arguments, log)
 
-    fake = SimpleNamespace(Popen=Noted, STDOUT=subprocess.STDOUT)
-    monkeypatch.setattr("deepmoe.launch.subprocess", fake)
+    monkeypatch.setattr("deepmoe.sweep.local.Worker", Noted)
     monkeypatch.setattr("deepmoe.sweep.schedule.POLL_SECONDS", 0.0)
     monkeypatch.setattr("deepmoe.compare.taylor.JUDGED_IMAGES", 64)
     return started
@@ -522,7 +531,7 @@ def test_runs_that_a_killed_sweep_left_training_are_named(
     swept, tmp_path: Path, monkeypatch
 ) -> None:
     grid, _ = swept
-    monkeypatch.setattr("deepmoe.launch.launch", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr("deepmoe.sweep.local.Worker", lambda: pytest.fail("started"))
     command = [sys.executable, "-c", HOLD, str(tmp_path / "dense-seed0")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
@@ -542,11 +551,13 @@ def test_a_run_whose_checkpoint_is_gone_is_trained_again_for_those_that_need_it(
     grid, folder = swept
     started = []
 
-    def fail(_: Sequence[str], log: Path, **__) -> subprocess.Popen[bytes]:
-        started.append(log.parent.name)
-        return subprocess.Popen(["false"])
+    class Failing(InThisProcess):
+        returned = 1
 
-    monkeypatch.setattr("deepmoe.launch.launch", fail)
+        def begin(self, _: Sequence[str], log: Path) -> None:
+            started.append(log.parent.name)
+
+    monkeypatch.setattr("deepmoe.sweep.local.Worker", Failing)
     results = write_lines(folder / "some.jsonl", lines_of(folder / "runs.jsonl")["dense-seed0"])
     grid = Grid(grid.runs[:2], 2)
     assert not sweep(grid, folder / "elsewhere", results, command="test")
@@ -567,7 +578,7 @@ def test_a_run_trained_again_for_its_checkpoint_leaves_its_result_alone(
     swept, monkeypatch, capsys
 ) -> None:
     grid, folder = swept
-    monkeypatch.setattr("deepmoe.launch.launch", lambda *_, **__: subprocess.Popen(["true"]))
+    monkeypatch.setattr("deepmoe.sweep.local.Worker", returning(0))
     dense, results = grid.runs[1], folder / "runs.jsonl"
     before = results.read_bytes()
     student = Run("new", grid.runs[0].config)
@@ -581,8 +592,14 @@ def test_a_run_trained_again_for_its_checkpoint_leaves_its_result_alone(
 
 def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path, monkeypatch, capsys) -> None:
     grid = read_grid(write(tmp_path, TINY.replace("[0, 1]", "[0]")))
-    kill = ["sh", "-c", "kill -9 $$"]
-    monkeypatch.setattr("deepmoe.launch.launch", lambda *_, **__: subprocess.Popen(kill))
+
+    class Killed(Worker):
+        def begin(self, arguments: Sequence[str], log: Path) -> None:
+            self._process.kill()
+            self._process.wait()  # so that nobody reads what comes
+            super().begin(arguments, log)
+
+    monkeypatch.setattr("deepmoe.sweep.local.Worker", Killed)
     assert not sweep(grid, tmp_path / "runs", tmp_path / "runs.jsonl", command="test")
     assert "killed by SIGKILL" in capsys.readouterr().err
 
@@ -635,8 +652,26 @@ def test_short_runs_stay_in_this_process(tmp_path: Path, capsys) -> None:
     assert "lost-seed0: failed" in capsys.readouterr().err
 
 
+def test_a_worker_runs_one_command_after_the_other_until_one_fails(tmp_path: Path) -> None:
+    def ended(arguments: list[str], log: Path) -> int:
+        worker.begin(arguments, log)
+        while (code := worker.code()) is None:
+            time.sleep(0.02)
+        return code
+
+    worker, logs = Worker(), [tmp_path / name for name in ("a b.txt", "second.txt", "third.txt")]
+    try:
+        assert ended(["--version"], logs[0]) == 0
+        assert ended(["macs", "vgg11"], logs[1]) == 0
+        assert ended(["eval", str(tmp_path / "nothing")], logs[2]) == 2
+    finally:
+        worker.wait()  # it has gone by itself
+    texts = [log.read_text() for log in logs]
+    assert "version" in texts[0] and "vgg11" in texts[1] and "version" not in texts[1]
+    assert texts[2].startswith("Error: no checkpoint at ")
+
+
 def test_a_sweep_of_failures_ends_in_one_sentence(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("deepmoe.launch.subprocess", FORKING)
     text = TINY.replace("[0, 1]", "[0]") + '"train.loss_limit" = 1e-6\n'
     command = ["sweep", str(write(tmp_path, text)), "--out", str(tmp_path / "runs")]
     done = CliRunner().invoke(main, [*command, "--json"])

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from forked import FORKING
 from safetensors.torch import load_file
 from test_sweep import TINY, lines_of, write
 
@@ -94,7 +93,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_lost_machine_s_run_goes_on_elsewhere_and_ends_in_the_same_bits(
-    cluster: Cluster, tmp_path: Path, monkeypatch
+    cluster: Cluster, tmp_path: Path
 ) -> None:
     grid, out, local = write(tmp_path, FAMILY), tmp_path / "runs", tmp_path / "local"
     node = cluster.add_node(num_cpus=1)
@@ -119,7 +118,6 @@ def test_a_lost_machine_s_run_goes_on_elsewhere_and_ends_in_the_same_bits(
     assert set(noise.splitlines()[2:]) == {*ends, "student-seed0: handed to Ray"}
     assert [row["run"] for row in json.loads(told)] == ["dense", "student"]
 
-    monkeypatch.setattr("deepmoe.launch.subprocess", FORKING)
     assert CliRunner().invoke(main, arguments(grid, local)).exit_code == 0
     mine, theirs = lines_of(out / "runs.jsonl"), lines_of(local / "runs.jsonl")
     for name in names:

@@ -104,8 +104,11 @@ def deployed(
     network = static_network(model, gates_C)
     _check_alike(model, network, images)
     if exits:
-        exits_of = {"exit_at": model.exit_at, "exit_vote": model.exit_vote}
-        plain = DeepMoE(model.embedding, None, network, model.gating, **exits_of)
+        plain = DeepMoE(
+            *(model.embedding, None, network, model.gating),
+            exit_at=model.exit_at,
+            exit_vote=model.exit_vote,
+        )
         network = ExitingNetwork(plain)
     share = float((gates_C != 0).double().mean())
     told = f"the {share:.1%} of the gated channels that most images run, for all images{end}"

@@ -1,10 +1,55 @@
-"""Jobs as processes of this machine, or one after the other in this one."""
+"""Jobs by processes of this machine that stay for the next one, or one by one in this process."""
 
+import json
+import os
 import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from deepmoe import launch
 from deepmoe.errors import TrainingInterrupted, UserError
+from deepmoe.launch import threads
 from deepmoe.sweep.schedule import POLL_SECONDS, End, Job
+
+
+class Worker:
+    """A process that runs one `deepmoe` command after the other: starting one takes seconds."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "deepmoe.cli.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            # A Ctrl-C is for this process alone: it asks the runs to stop, once, and they save.
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": threads()},
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._commands, self._answers = self._process.stdin, self._process.stdout
+        os.set_blocking(self._answers.fileno(), False)
+
+    def begin(self, arguments: Sequence[str], log: Path) -> None:
+        """Starts a command, whose output is added to a file."""
+        try:
+            self._commands.write(json.dumps([list(arguments), str(log)]).encode() + b"\n")
+        except BrokenPipeError:  # it was killed: `code` tells
+            return
+
+    def code(self) -> int | None:
+        """The exit code of the command, `None` while it runs; that of a process that was killed."""
+        told = self._answers.read()
+        return int(told) if told else self._process.poll()
+
+    def terminate(self) -> None:
+        """Asks it to end, which makes a run save."""
+        self._process.terminate()
+
+    def wait(self) -> None:
+        """Waits until it has ended."""
+        self._process.wait()
+        self._commands.close()
+        self._answers.close()
 
 
 class LocalProcesses:
@@ -15,29 +60,41 @@ class LocalProcesses:
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
-        self._going: list[tuple[Job, subprocess.Popen[bytes]]] = []
+        self._going: list[tuple[Job, Worker]] = []
+        self._idle: list[Worker] = []
 
     def has_room(self) -> bool:
         """Whether fewer jobs run than are allowed."""
         return len(self._going) < self._jobs
 
     def start(self, job: Job) -> None:
-        """Starts a process."""
-        process = launch.launch(job.arguments, job.log, threads=launch.threads())
-        self._going.append((job, process))
+        """Hands a job to a process that has none."""
+        worker = self._idle.pop() if self._idle else Worker()
+        worker.begin(job.arguments, job.log)
+        self._going.append((job, worker))
 
     def ended(self) -> list[tuple[Job, End]]:
-        """Jobs whose processes have ended."""
-        ended = [(job, process) for job, process in self._going if process.poll() is not None]
-        self._going = [pair for pair in self._going if pair not in ended]
-        return [(job, End(process.returncode)) for job, process in ended]
+        """Jobs that have ended. A process whose job has failed is not used again."""
+        ended: list[tuple[Job, End]] = []
+        for job, worker in list(self._going):
+            code = worker.code()
+            if code is None:
+                continue
+            self._going.remove((job, worker))
+            ended.append((job, End(code)))
+            if code:
+                worker.wait()
+            else:
+                self._idle.append(worker)
+        return ended
 
     def stop(self) -> None:
         """Asks all processes to end, which makes runs save, and waits for them."""
-        for _, process in self._going:
-            process.terminate()
-        for _, process in self._going:
-            process.wait()
+        workers = [*(worker for _, worker in self._going), *self._idle]
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.wait()
 
 
 class ThisProcess:

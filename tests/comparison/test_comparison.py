@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from forked import FORKING, Forked
+from forked import Forked
 from helpers import tiny_config
 from safetensors.torch import load_file
 
@@ -53,7 +53,6 @@ def compared(preset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = ("--macs", "0.6", "--out", out, "--latency-images", 3)
     with pytest.MonkeyPatch.context() as patch:  # processes of its own, with as many threads
         patch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
-        patch.setattr("deepmoe.launch.subprocess", FORKING)
         result = run(*METHODS, "--preset", preset, *options)
     assert result.exit_code == 0, result.output
     return out
