@@ -1,6 +1,6 @@
-"""What exits are worth: accuracy against mean MACs, from the checkpoints of cifar100_exits.
+"""What exits are worth: accuracy against mean MACs, from the checkpoints of a sweep.
 
-    python scripts/exit_front.py runs/cifar100_exits --data PATH
+    python scripts/exit_front.py runs/cifar100_vote --data PATH --out front.json
 
 A classifier that looks first (a shallow embedding, or a narrow network) and a base network share no
 weights, and learn alone even where one run trains both. So any two of the trained ones make a
@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from result_files import EXPERIMENTS
 
 from deepmoe.checkpoint import load_checkpoint
 from deepmoe.config import apply_overrides
@@ -31,12 +30,11 @@ from deepmoe.data import open_data
 from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError
 from deepmoe.evaluation import Answers, exit_for_macs
-from deepmoe.evaluation.exits import VOTES, ExitFigures
+from deepmoe.evaluation.exits import VOTES, ExitFigures, losses_by_temperature
 from deepmoe.files import is_newer, write_atomically
 from deepmoe.model import confidence, joint_answer
 from deepmoe.results import with_origin
 
-OUT = EXPERIMENTS / "cifar100_exits" / "front.json"
 SEEDS = (0, 1, 2)
 SETS = ("holdout", "test")
 NETWORK, EMBEDDING = "network", "embedding"
@@ -173,8 +171,15 @@ class Front:
     @cache  # noqa: B019
     def vote(self, first: Answerer, base: str, seed: int) -> float:
         """How much the first stage counts where both answer, as `deepmoe exits` fits it."""
-        tried = [self.joined(first, base, seed, "holdout", vote) for vote in VOTES]
-        return min(tried, key=lambda answers: answers.joint_loss.mean().item()).vote
+        one, two = first.of(seed), f"{base}-seed{seed}"
+        early, late = self.logits(one, first.by, "holdout"), self.logits(two, NETWORK, "holdout")
+        labels = self.labels(two, "holdout")
+
+        def loss(vote: float) -> float:
+            joint = joint_answer(late, early, late.new_tensor(vote))
+            return losses_by_temperature(joint, labels).min().item()
+
+        return min(VOTES, key=loss)
 
     def static(self, group: str) -> dict[str, Any]:
         """A network alone."""
@@ -275,10 +280,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("runs", type=Path, help="folder of the sweep's runs")
     parser.add_argument("--data", default="data", help="folder of CIFAR-100")
-    parser.add_argument("--out", type=Path, default=OUT, help="file to write")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
     asked = parser.parse_args()
     figures = front(collected(asked.runs, asked.data))
-    command = "python scripts/exit_front.py runs/cifar100_exits"
+    command = f"python scripts/exit_front.py runs/{asked.runs.resolve().name}"
     result = with_origin(figures, command=command, seed=SEEDS[0], device=choose_device())
     result["seed"] = "0, 1, 2"
     write_atomically(asked.out, (json.dumps(result, indent=2) + "\n").encode())

@@ -10,19 +10,22 @@ from result_files import benchmark, experiment, origin
 from deepmoe.costs import format_macs
 from deepmoe.results import markdown_table
 
-FRONT = "cifar100_exits/front"
+FRONT, VOTE = "cifar100_exits/front", "cifar100_vote/front"
+VOTED = (0.09, 0.12, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)  # of the dense MACs
 WIDTHS = {"vgg16_3": "32-32-64-128", "vgg16_12": "64-64-128-256", "vgg16_30": "64-128-256-512"}
 SHOWN = (0.03, 0.06, 0.09, 0.11, 0.12, 0.2, 0.23, 0.3, 0.4, 0.54)  # of the dense MACs
 KINDS = {"embedding": "embedding", "network": "narrow network"}
 HEADLINE_SHARES = (0.1, 0.62)  # of the dense MACs, in the README's plot
 WITHIN = 0.001  # accuracies that are taken to be equal
 PUBLISHED = {34: (74.5, "BoostNet"), 72: (76.0, "L2W"), 109: (76.0, "L2W, at 72 M")}
-SPEED = {  # the second stage of each measurement
-    "exits_cpu_vgg16_54": "vgg16 at 54%",
-    "exits_cpu_vgg16_30": "vgg16 at 30%",
-    "exits_gpu_vgg16_54": "vgg16 at 54%",
-    "exits_gpu_vgg16_100": "vgg16, not pruned",
-    "exits_gpu_resnet18_180": "resnet18 at 180 M",
+SPEED = {  # the stages of each measurement
+    "exits_cpu_cascade_1": "vgg16 at 9%, at 54%",
+    "exits_cpu_cascade_2": "vgg16 at 9%, at 54%",
+    "exits_cpu_vgg16_54": "embedding, vgg16 at 54%",
+    "exits_cpu_vgg16_30": "embedding, vgg16 at 30%",
+    "exits_gpu_vgg16_54": "embedding, vgg16 at 54%",
+    "exits_gpu_vgg16_100": "embedding, vgg16",
+    "exits_gpu_resnet18_180": "embedding, resnet18 at 180 M",
 }
 
 
@@ -51,6 +54,37 @@ def pairs_table() -> str:
     ]
     header = ["of dense MACs, at most", "first stage", "second stage", "exit rate", "mean MACs"]
     return markdown_table([*header, "accuracy", "pairs tried"], rows)
+
+
+def vote_table() -> str:
+    """What it is worth that the first stage has a say on images that go on."""
+    found, rows = experiment(VOTE), []
+    alone = {row["run"]: row for row in found["values"]["static"]}
+    for point in found["values"]["vgg16"]:
+        if point["share"] not in VOTED:
+            continue
+        cells = [
+            _accuracy(point[name]) if name in point else ""
+            for kind in ("network", "embedding")
+            for name in (f"{kind}_without_vote", kind)
+        ]
+        static = alone.get(_group(point["share"]))
+        rows.append((f"{point['share']:.0%}", "" if static is None else _accuracy(static), *cells))
+    header = ["of dense MACs, at most", "pruned alone", "narrow network first", "with a vote"]
+    table = markdown_table([*header, "embedding first", "with a vote"], rows)
+    return f"{table}\n\n{origin(found)}"
+
+
+def criteria_table() -> str:
+    """By what a vote is best chosen."""
+    found, names = experiment("cifar100_vote/criteria"), {}
+    for row in found["values"]:
+        kind = "embedding of " if row["by"] == "embedding" else ""
+        stages = f"{kind}{row['first']}, {row['base']}"
+        names[stages, len(row["seeds"])] = row["accuracy"]
+    header = ["stages", "seeds", *next(iter(names.values()))]
+    rows = [(*key, *(f"{a:.1%}" for a in means.values())) for key, means in names.items()]
+    return f"{markdown_table(header, rows)}\n\n{origin(found)}"
 
 
 def field_table() -> str:
@@ -146,7 +180,8 @@ def speed_table() -> str:
     rows, results = [], [benchmark(name) for name in SPEED]
     for network, result in zip(SPEED.values(), results, strict=True):
         for case in result["values"]:
-            on = "GPU" if case["device"].startswith("cuda") else f"CPU, {case['threads']} threads"
+            threads = "1 thread" if case["threads"] == 1 else f"{case['threads']} threads"
+            on = "GPU" if case["device"].startswith("cuda") else f"CPU, {threads}"
             ways = ("without", "_without"), ("with", "")
             figures = [
                 f"{case[key + end] * factor:.{digits}f}"
@@ -155,7 +190,7 @@ def speed_table() -> str:
             ]
             cells = (f"{case['exited']:.0%}", *figures, f"{1 / case['ratio'] - 1:+.0%}")
             rows.append((network, on, case["batch"], *cells))
-    header = ["second stage", "on", "batch", "exit rate", "accuracy without, %", "with, %"]
+    header = ["stages", "on", "batch", "exit rate", "accuracy without, %", "with, %"]
     header += ["ms a batch without", "with", "throughput"]
     return f"{markdown_table(header, rows)}\n\n{origin(*({**r, 'command': ''} for r in results))}"
 

@@ -29,6 +29,7 @@ from benchmark_tables import (
 from compare_tables import held_out_table, methods_table, published_table, small_table
 from config_reference import config_tables
 from exit_tables import (
+    criteria_table,
     embedding_table,
     field_table,
     front_curves,
@@ -37,6 +38,7 @@ from exit_tables import (
     pairs_table,
     saved_table,
     speed_table,
+    vote_table,
 )
 from exit_tables import targets_table as exit_targets_table
 from experiment_tables import (
@@ -129,6 +131,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "exit-field": field_table,
     "exit-targets": exit_targets_table,
     "exit-speed": speed_table,
+    "exit-vote": vote_table,
+    "vote-criteria": criteria_table,
     "train-speed": train_speed_table,
     "input-speed": input_speed_table,
     "sparse-cpu": partial(sparse_table, "cpu"),

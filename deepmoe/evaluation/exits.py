@@ -23,6 +23,7 @@ from deepmoe.model import DeepMoE, confidence, joint_answer
 
 CERTIFIED_STEPS = 1000  # thresholds that are tested one after the other, from 1 down to 0
 VOTES = tuple(step / 20 for step in range(11))  # of an embedding, that are tried
+TEMPERATURES = tuple(2 ** (step / 4) for step in range(-5, 5))  # that logits are divided by
 NEVER = 2.0  # a confidence that none reaches
 BY_CHANCE = 0.05  # an embedding that is not better than guessing at this level has learnt nothing
 
@@ -144,7 +145,8 @@ def collect_answers(
         model: with an embedding.
         batches: normalised images and labels.
         votes: of the embedding to choose from: the one is taken whose joint answers have the
-            smallest cross-entropy. The model's own if not given.
+            smallest cross-entropy, once they are calibrated: an average is less sure of itself, and
+            must not win by that alone. The model's own if not given.
 
     Raises:
         UserError: for a model without an embedding, one that does not classify images, or outputs
@@ -160,6 +162,7 @@ def collect_answers(
     found, size = [], (0, 0)
     own = 0.0 if model.exit_vote is None else float(model.exit_vote)
     votes = (own,) if votes is None else votes
+    losses_VT = torch.zeros(len(votes), len(TEMPERATURES), dtype=torch.float64)
     for x_BCHW, labels in batches_for(model, batches, doing="finding exits"):
         if labels.dim() != 1:
             raise UserError("segmentation has no exits: an embedding answers for a whole image")
@@ -171,6 +174,7 @@ def collect_answers(
             raise UserError("the model's outputs are not finite")
         joint_VBC = torch.stack([joint_answer(logits, early, logits.new_tensor(v)) for v in votes])
         joint_loss_VB = [F.cross_entropy(z, labels, reduction="none") for z in joint_VBC.double()]
+        losses_VT += torch.stack([losses_by_temperature(z, labels) for z in joint_VBC]).cpu()
         answers = {
             "confidence": confidence(early),
             "early_right": early.argmax(dim=1) == labels,
@@ -185,7 +189,7 @@ def collect_answers(
         found.append({name: values.cpu() for name, values in answers.items()})
     columns = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     embedding_macs = count_costs(model, size).embedding_macs
-    best = int(columns["joint_loss"].mean(dim=0).argmin())
+    best = int(losses_VT.amin(dim=1).argmin())
     columns |= {name: columns[name][:, best] for name in ("joint_right", "joint_loss")}
     return Answers(
         **columns,
@@ -195,6 +199,13 @@ def collect_answers(
         dense_macs=dense_macs(model, size),
         classes=model.classes,
     )
+
+
+def losses_by_temperature(logits_BC: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the images' cross-entropies, of logits divided by each of `TEMPERATURES`."""
+    z_BC = logits_BC.double()
+    losses = [F.cross_entropy(z_BC / t, labels, reduction="sum") for t in TEMPERATURES]
+    return torch.stack(losses)
 
 
 def set_exits(

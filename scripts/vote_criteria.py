@@ -1,0 +1,95 @@
+"""By what a vote should be chosen: fitted on one half of the held-out images, judged on the other.
+
+    python scripts/vote_criteria.py runs/cifar100_vote --data PATH --out criteria.json
+
+Judged are images that go on where 40 % exit. The test set is not looked at.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from exit_front import EMBEDDING, NETWORK, SEEDS, Answerer, Front, collected
+from torch import Tensor
+
+from deepmoe.devices import choose_device
+from deepmoe.evaluation.exits import VOTES, losses_by_temperature
+from deepmoe.files import write_atomically
+from deepmoe.model import confidence
+from deepmoe.results import with_origin
+
+PAIRS = (
+    (Answerer("vgg16_12", EMBEDDING), "vgg16_12"),
+    (Answerer("vgg16_12", EMBEDDING), "vgg16_16"),
+    (Answerer("vgg16_12", NETWORK), "vgg16_16"),
+)
+EXITED, DRAWS = 0.4, 10
+Loss = Callable[[Tensor, Tensor], float]  # of logits and labels: the smallest is best
+    [Tensor, Tensor], float
+]  # of logits and labels; the vote with the smallest is taken
+CRITERIA: dict[str, Loss] = {
+    "cross-entropy": lambda z, y: F.cross_entropy(z, y).item(),
+    "cross-entropy, calibrated": lambda z, y: losses_by_temperature(z, y).min().item(),
+    "accuracy": lambda z, y: (z.argmax(dim=1) != y).double().mean().item(),
+}
+
+
+def judged(early: Tensor, late: Tensor, labels: Tensor) -> dict[str, list[float]]:
+    """Accuracies on images that go on, by each criterion, for both halves of several draws."""
+    sure, generator = confidence(early), torch.Generator().manual_seed(0)
+    goes_on = sure < sure.quantile(1 - EXITED)
+    found: dict[str, list[float]] = {"no vote": [], **{name: [] for name in CRITERIA}}
+    for _ in range(DRAWS):
+        one = torch.rand(len(labels), generator=generator) < 0.5
+        for fit, rest in ((one, ~one), (~one, one)):
+            seen = rest & goes_on
+            for name, accuracies in found.items():
+                vote = 0.0
+                if name in CRITERIA:
+                    vote = min(VOTES, key=_loss_on(CRITERIA[name], early, late, labels, fit))
+                answers = torch.lerp(late, early, vote)[seen].argmax(dim=1)
+                accuracies.append((answers == labels[seen]).double().mean().item())
+    return found
+
+
+def _loss_on(
+    loss: Loss, early: Tensor, late: Tensor, labels: Tensor, images: Tensor
+) -> Callable[[float], float]:
+    return lambda vote: loss(torch.lerp(late, early, vote)[images], labels[images])
+
+
+def criteria(runs: Front) -> list[dict[str, Any]]:
+    """A row for each pair, with means over the seeds that are there."""
+    rows = []
+    for first, base in PAIRS:
+        found: dict[str, list[float]] = {}
+        seeds = [
+            s for s in SEEDS if {f"{first.of(s)}/costs", f"{base}-seed{s}/costs"} <= {*runs.found}
+        ]
+        for seed in seeds:
+            two = f"{base}-seed{seed}"
+            early = runs.logits(first.of(seed), first.by, "holdout").cpu()
+            late, labels = runs.logits(two, NETWORK, "holdout").cpu(), runs.labels(two, "holdout")
+            for name, accuracies in judged(early, late, labels.cpu()).items():
+                found.setdefault(name, []).extend(accuracies)
+        means = {name: statistics.fmean(accuracies) for name, accuracies in found.items()}
+        pair = {"first": first.group, "by": first.by, "base": base, "seeds": seeds}
+        rows.append({**pair, "accuracy": means})
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("runs", type=Path, help="folder of the sweep's runs")
+    parser.add_argument("--data", default="data", help="folder of CIFAR-100")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    asked = parser.parse_args()
+    values = criteria(Front(collected(asked.runs, asked.data)))
+    command = f"python scripts/vote_criteria.py runs/{asked.runs.resolve().name}"
+    result = with_origin(values, command=command, seed=0, device=choose_device())
+    write_atomically(asked.out, (json.dumps(result, indent=2) + "\n").encode())
