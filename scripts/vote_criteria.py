@@ -30,8 +30,6 @@ PAIRS = (
 )
 EXITED, DRAWS = 0.4, 10
 Loss = Callable[[Tensor, Tensor], float]  # of logits and labels: the smallest is best
-    [Tensor, Tensor], float
-]  # of logits and labels; the vote with the smallest is taken
 CRITERIA: dict[str, Loss] = {
     "cross-entropy": lambda z, y: F.cross_entropy(z, y).item(),
     "cross-entropy, calibrated": lambda z, y: losses_by_temperature(z, y).min().item(),
