@@ -1,5 +1,6 @@
 """CIFAR-10 and CIFAR-100 in both public layouts: python pickles and binary records."""
 
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,11 +91,27 @@ def read_cifar(root: str | Path, name: str) -> tuple[Split, Split, tuple[str, ..
         UserError: where a file is missing, truncated or not what it should be.
     """
     folder, archive = _find(Path(os.path.expanduser(root)), name)
-    classes = CLASSES[name]
+    files = (archive.names_file, *archive.train, *archive.test)
+    return _read(folder, archive, CLASSES[name], tuple(_version(folder / file) for file in files))
+
+
+@functools.lru_cache(maxsize=1)  # runs of one process, one after the other, are mostly of one set
+def _read(
+    folder: Path, archive: CifarArchive, classes: int, _versions: tuple[tuple[int, ...] | None, ...]
+) -> tuple[Split, Split, tuple[str, ...]]:
     names = _read_names(folder / archive.names_file, archive, classes)
     train = _read_files([folder / file for file in archive.train], archive, classes)
     test = _read_files([folder / file for file in archive.test], archive, classes)
     return train, test, names
+
+
+def _version(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file does; `None` where that can't be told, as reading it will."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _find(root: Path, name: str) -> tuple[Path, CifarArchive]:

@@ -42,6 +42,18 @@ def test_rows_are_planes_of_red_green_and_blue(tmp_path) -> None:
     assert train.images[3, 1, 5, 6] == batch["data"][3, 1024 + 32 * 5 + 6]
 
 
+def test_files_are_read_again_only_if_they_have_changed(tmp_path, monkeypatch) -> None:
+    folder = write_python(tmp_path, "cifar100")
+    train, _, _ = read_cifar(tmp_path, "cifar100")
+    with monkeypatch.context() as patch:
+        patch.setattr("deepmoe.data.cifar.load_plain_pickle", lambda *_: pytest.fail("read again"))
+        assert read_cifar(tmp_path, "cifar100")[0] is train
+    batch = pickle.loads((folder / "train").read_bytes())
+    batch["data"][0] = 7
+    (folder / "train").write_bytes(pickle.dumps(batch))
+    assert (read_cifar(tmp_path, "cifar100")[0].images[0] == 7).all()
+
+
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_pickles_that_were_saved_anew(protocol: int, tmp_path) -> None:
     folder = write_python(tmp_path, "cifar10")
