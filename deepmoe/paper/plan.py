@@ -26,7 +26,7 @@ from deepmoe.paper.recipes import (
 from deepmoe.paper.scales import COMMON, Scale
 from deepmoe.paper.sources import SOURCES, Source
 from deepmoe.sweep import Grid, Run
-from deepmoe.sweep.grid import make_grid, run_name
+from deepmoe.sweep.grid import LESSONS, make_grid, run_name
 
 _OWNED_TABLES = ("model", "embedding", "heads", "loss")
 _OWNED = ("seed", "start", "teacher", "prune", "prune_widths", "prune_by", "target_macs", "codes")
@@ -66,7 +66,7 @@ class Plan:
 
     def grid(self, jobs: int) -> Grid:
         """All runs so far."""
-        return make_grid(list(self.runs.values()), jobs)
+        return make_grid(list(self.runs.values()), jobs, self.scale.views or Grid.views)
 
     def seeds(self, wanted: int) -> tuple[int, ...]:
         """So many seeds, unless the scale has fewer, or others were asked for."""
@@ -180,18 +180,25 @@ class Plan:
             **OURS_OF_DATA.get(data, {}),
             "heads.init": f"split({share:g})",
             "train.start": ANOTHER_RUN + start,
-            "train.teacher": tuple(ANOTHER_RUN + name for name in self._teachers(data) or [start]),
+            "train.teacher": self._taught_by(data, start),
         }
         schedule = OURS_SCHEDULE[SOURCES[data].kind] if not self._schedule(data) else {}
         return changed(self._base(data, network, wide, seed, schedule), settings)
 
-    def _teachers(self, data: str) -> list[str]:
-        seeds = self.scale.teachers
-        return [
+    def _taught_by(self, data: str, start: str) -> str | tuple[str, ...]:
+        """Dense networks, or what the first of them have said once; its own start elsewhere."""
+        teachers, seeds = TEACHERS.get(data, ()), self.scale.teachers
+        if teachers and self.scale.views:
+            network, _ = teachers[0]
+            for seed in seeds:
+                self.dense(data, network, seed)
+            return LESSONS + _group(data, network, 1.0, "dense")
+        names = [
             self.dense(data, network, seed)
-            for network, of_all in TEACHERS.get(data, ())
+            for network, of_all in teachers
             for seed in (seeds if of_all else seeds[:1])
         ]
+        return tuple(ANOTHER_RUN + name for name in names or [start])
 
     def _schedule(self, data: str) -> Mapping[str, Any]:
         return self.scale.settings[SOURCES[data].kind]

@@ -18,8 +18,8 @@ COMMON: Settings = {
 # What a scale changes of the presets with the paper's schedules, by the kind of data.
 _SHORT: dict[str, Settings] = {
     "cifar": {
-        "train.epochs": 30,
-        "train.finetune_epochs": 8,
+        "train.epochs": 16,
+        "train.finetune_epochs": 4,
         "train.batch_size": 256,
         "train.lr": 0.1,
         "train.schedule": "long-cycle",
@@ -27,7 +27,7 @@ _SHORT: dict[str, Settings] = {
         "train.weight_decay": 5e-4,
     },
     "imagenet": {
-        "train.epochs": 60,
+        "train.epochs": 40,
         "train.batch_size": 64,
         "train.lr": 0.1,
         "train.schedule": "long-cycle",
@@ -39,7 +39,7 @@ _SHORT: dict[str, Settings] = {
         "data.crop": (360, 480),
         "data.scale": (0.5, 2.0),
         "data.workers": 6,
-        "train.epochs": 60,
+        "train.epochs": 30,
         "train.batch_size": 16,
         "train.lr": 0.05,
         "train.schedule": "long-cycle",
@@ -72,6 +72,8 @@ class Scale:
         settings: what it changes of the paper's schedule, by the kind of data.
         most_seeds: of a run.
         teachers: seeds of the networks that our own recipe learns from.
+        views: of each training image that teachers look at once, for all runs, where images lie in
+            memory; `None` where they look at every batch.
         thin: whether networks are a fraction of their own widths, and data may be made up.
     """
 
@@ -79,13 +81,14 @@ class Scale:
     settings: dict[str, Settings]
     most_seeds: int = 3
     teachers: tuple[int, ...] = (0, 1, 2)
+    views: int | None = None
     thin: bool = False
 
 
 SCALES = {
     FULL: Scale(FULL, {kind: {} for kind in _SHORT}),
-    SHORT: Scale(SHORT, _SHORT),
-    SMOKE: Scale(SMOKE, _SMOKE, most_seeds=1, teachers=(0,), thin=True),
+    SHORT: Scale(SHORT, _SHORT, views=20),
+    SMOKE: Scale(SMOKE, _SMOKE, most_seeds=1, teachers=(0,), views=2, thin=True),
 }
 
 

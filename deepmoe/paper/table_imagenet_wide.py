@@ -51,11 +51,11 @@ PAGE = Page(
     data=(DATA,),
     takes={
         "full": "weeks",
-        "short": "about 20 min on 1,000 images of Imagenette",
+        "short": "about 14 min on 1,000 images of Imagenette",
         "smoke": "10 s",
     },
     shortened=(
-        "60 epochs in one cycle in place of the paper's 100, batches of 64, one seed; meant for a "
+        "40 epochs in one cycle in place of the paper's 100, batches of 64, one seed; meant for a "
         "part of ImageNet such as Imagenette, whose errors can't be compared with ImageNet's"
     ),
     rows=rows,

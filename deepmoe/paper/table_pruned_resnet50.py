@@ -46,11 +46,11 @@ PAGE = Page(
     data=(DATA,),
     takes={
         "full": "two weeks",
-        "short": "about 12 min on 1,000 images of Imagenette",
+        "short": "about 8 min on 1,000 images of Imagenette",
         "smoke": "5 s",
     },
     shortened=(
-        "60 epochs in one cycle for the start and again for each method, in place of 100 and each "
+        "40 epochs in one cycle for the start and again for each method, in place of 100 and each "
         "method's own schedule; meant for a part of ImageNet such as Imagenette"
     ),
     rows=rows,

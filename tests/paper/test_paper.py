@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,11 +75,14 @@ def test_the_plan_says_what_would_be_trained(tmp_path: Path, monkeypatch) -> Non
     result = paper("figure-shuffle", "--dry-run", "--json", "--set", "train.epochs=9")
     assert result.exit_code == 0, result.output
     runs = {line["run"]: line for line in json.loads(result.stdout)}
-    ours = runs["cifar100-vgg16-ours-68.5-seed0"]
-    assert ours["epochs"] == 9 + 8 and not ours["done"]
+    ours = runs[OURS_RUN]
+    assert ours["epochs"] == 9 + 4 and not ours["done"]
     assert set(ours["after"]) == {name for name in runs if "dense" in name}
     assert "runs to train" in paper("figure-shuffle", "--dry-run").stdout
     assert not list(tmp_path.iterdir())
+
+
+OURS_RUN = "cifar100-vgg16-ours-68.5-seed0"
 
 
 def plan_of(scale: str, *names: str, **options) -> Plan:
@@ -97,6 +101,19 @@ def test_runs_are_shared_and_the_same_whoever_asks() -> None:
     pruned = both["cifar10-resnet56-li-50-seed0"]
     assert pruned.config.train.start == "run:cifar10-resnet56-dense-seed0"
     assert plan_of("short", "figure-rnp", seeds=(2,)).runs["cifar100-vgg16-rnp-50-seed2"]
+
+
+def test_teachers_look_once_at_the_short_scale_and_at_every_batch_at_the_full_one() -> None:
+    def teachers(scale: str) -> Any:
+        return plan_of(scale, "figure-shuffle").runs[OURS_RUN].config.train.teacher
+
+    assert teachers("short") == "lessons:cifar100-vgg16-dense"
+    full = [f"run:cifar100-vgg16-dense-seed{seed}" for seed in (0, 1, 2)]
+    assert list(teachers("full")) == [*full, "run:cifar100-vgg16-w13-all-dense-seed0"]
+    grid = plan_of("short", "figure-shuffle").grid(1)
+    (ours,) = [run for run in grid.runs if run.name == OURS_RUN]
+    assert set(ours.needs) == {f"cifar100-vgg16-dense-seed{seed}" for seed in (0, 1, 2)}
+    assert grid.views == 20
 
 
 @pytest.mark.parametrize(
