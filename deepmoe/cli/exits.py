@@ -124,7 +124,12 @@ def _print(figures: "ExitFigures", on: str, loss: float | None, guarantee: float
         f"fitted on {figures.images:,} images ({on}): the embedding answers from a confidence of "
         f"{figures.threshold:.3f}, and has a vote of {figures.vote:.0%} on the other images"
     )
-    if guarantee is not None:
+    if guarantee is None:
+        say(
+            f"on other images like these, expect {-100 * figures.loss:+.2f} points, give or take "
+            f"{100 * figures.loss_error:.2f} (one standard error); --guarantee bounds the loss"
+        )
+    else:
         say(
             f"certified: with probability {guarantee:g}, accuracy falls by at most {loss:g} points "
             f"on images like these ({figures.spoilt} of them are answered wrongly by exits alone)"

@@ -82,6 +82,7 @@ class Answers:
             exited=_mean(exited),
             accuracy=_mean(right),
             accuracy_without=_mean(self.right),
+            loss_error=_standard_error(self.right.double() - right.double()),
             spoilt=int((exited & self.right & ~self.early_right).sum()),
             macs=_mean(macs),
             macs_without=_mean(self.macs_without),
@@ -116,6 +117,7 @@ class ExitFigures:
     exited: float  # exit rate: share of the images that the embedding answers
     accuracy: float
     accuracy_without: float  # of the whole network on all images
+    loss_error: float  # standard error of the loss: how far other images may be from it
     spoilt: int  # images that the whole network gets right, and the embedding answers wrongly
     macs: float
     macs_without: float
@@ -386,3 +388,7 @@ def _last_of_equal(sorted_values: Tensor) -> Tensor:
 
 def _mean(values: Tensor) -> float:
     return values.double().mean().item()
+
+
+def _standard_error(values: Tensor) -> float:
+    return values.std(correction=0).item() / math.sqrt(len(values))

@@ -93,6 +93,7 @@ def test_what_a_threshold_does() -> None:
     values = some.as_dict()
     assert values["macs_share"] == 35 / 90 and values["macs_share_without"] == 60 / 90
     assert values["loss"] == -0.25 and values["threshold"] == pytest.approx(0.7)
+    assert [f.loss_error for f in (none, some)] == [0, pytest.approx((3 / 16) ** 0.5 / 2)]
 
 
 def test_images_that_go_on_get_the_answer_of_both() -> None:
@@ -459,6 +460,7 @@ def test_the_verb_tells_what_was_found(trained: Path, tmp_path: Path) -> None:
     plain = deepmoe("exits", trained, "--macs", 0.6, "--out", tmp_path / "a")
     assert plain.exit_code == 0, plain.output
     assert "fitted on 300 images (holdout)" in plain.output and "certified" not in plain.output
+    assert "(one standard error); --guarantee bounds the loss" in plain.output
     sure = deepmoe("exits", trained, "--loss", 5, "--guarantee", 0.9, "--out", tmp_path / "b")
     assert "with probability 0.9, accuracy falls by at most 5 points" in sure.output
 
