@@ -63,6 +63,7 @@ def of_kind(kind: str, folder: Path) -> Path:
     with torch.no_grad():
         if kind == "exits":
             model.exit_at = confidence(model(batch).embedding_logits).median()
+            model.exit_vote = torch.tensor(0.25)
             named = dataclasses.replace(config.model, exits=True)
             config = dataclasses.replace(config, model=named)
         if kind == "codes":
@@ -134,7 +135,12 @@ def parsed(path: Path) -> Parsed:
             ["Routes by class", "Gates of other classes", "stage 1, block 1, conv 1", "Memory"],
             ["What does not apply", "Exits"],
         ),
-        ("exits", ["dense", "masked", "narrowed"], ["answered by the embedding", "20"], []),
+        (
+            "exits",
+            ["dense", "masked", "narrowed"],
+            ["answered by the embedding", "20", "a vote of 25%"],
+            [],
+        ),
         (
             "codes",
             ["dense", "masked", "narrowed", "codebook"],

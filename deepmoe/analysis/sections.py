@@ -164,6 +164,10 @@ def _exits(found: Findings) -> Section | None:
         f"Where the embedding is sure of the class (a confidence of {exits.threshold:.3f} or "
         "more), its answer stands, and the base network never runs."
     ]
+    if exits.vote:
+        text.append(
+            f"On other images it has a vote of {exits.vote:.0%}: both answers are averaged."
+        )
     return Section("Exits", text, table=Table(("", "images", "share", "accuracy"), rows))
 
 

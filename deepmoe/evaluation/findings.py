@@ -53,6 +53,7 @@ class ExitCounts:
     """What the embedding has answered; accuracies are `None` where there are no such images."""
 
     threshold: float
+    vote: float  # share of the embedding in the answers of the others
     images: int
     answered: int
     accuracy_answered: float | None
@@ -199,6 +200,7 @@ def _exits(model: DeepMoE, record: GateRecord) -> ExitCounts | None:
     answered, rest = record.scores[record.exited], record.scores[~record.exited]
     return ExitCounts(
         threshold=float(model.exit_at),
+        vote=0.0 if model.exit_vote is None else float(model.exit_vote),
         images=len(record),
         answered=len(answered),
         accuracy_answered=float(answered.mean()) if len(answered) else None,
