@@ -667,7 +667,8 @@ def test_a_worker_runs_one_command_after_the_other_until_one_fails(tmp_path: Pat
     finally:
         worker.wait()  # it has gone by itself
     texts = [log.read_text() for log in logs]
-    assert "version" in texts[0] and "vgg11" in texts[1] and "version" not in texts[1]
+    assert texts[0].startswith("deepmoe, version") and "vgg11" in texts[1]
+    assert "version" not in texts[1]
     assert texts[2].startswith("Error: no checkpoint at ")
 
 

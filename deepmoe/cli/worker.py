@@ -35,7 +35,7 @@ def run(arguments: Sequence[str], log: str) -> int:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
     try:
-        main(list(arguments))
+        main(list(arguments), prog_name="deepmoe")
         return 0
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
