@@ -70,8 +70,8 @@ def vote_table() -> str:
         ]
         static = alone.get(_group(point["share"]))
         rows.append((f"{point['share']:.0%}", "" if static is None else _accuracy(static), *cells))
-    header = ["of dense MACs, at most", "pruned alone", "narrow network first", "with a vote"]
-    table = markdown_table([*header, "embedding first", "with a vote"], rows)
+    header = ["of dense MACs, at most", "pruned alone", "narrow network first", "narrow, with vote"]
+    table = markdown_table([*header, "embedding first", "embedding, with vote"], rows)
     return f"{table}\n\n{origin(found)}"
 
 
@@ -190,8 +190,8 @@ def speed_table() -> str:
             ]
             cells = (f"{case['exited']:.0%}", *figures, f"{1 / case['ratio'] - 1:+.0%}")
             rows.append((network, on, case["batch"], *cells))
-    header = ["stages", "on", "batch", "exit rate", "accuracy without, %", "with, %"]
-    header += ["ms a batch without", "with", "throughput"]
+    header = ["stages", "on", "batch", "exit rate", "accuracy without exits, %", "with, %"]
+    header += ["ms a batch without exits", "with", "throughput"]
     return f"{markdown_table(header, rows)}\n\n{origin(*({**r, 'command': ''} for r in results))}"
 
 

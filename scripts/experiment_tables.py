@@ -30,7 +30,9 @@ def sweep_table(name: str) -> str:
     header = ["run", "seeds", f"accuracy ({images})", "loss", "training accuracy", "MACs"]
     parts = [markdown_table(header, rows), origin(*(result.line for result in results))]
     gone = ", ".join(dict.fromkeys(text for result in results for text in _gone(result)))
-    return "\n\n".join([*parts, f"With settings that are gone since: {gone}."] if gone else parts)
+    return "\n\n".join(
+        [*parts, f"With settings that were removed since: {gone}."] if gone else parts
+    )
 
 
 def rows_of(name: str) -> dict[str, dict[str, Any]]:
@@ -42,7 +44,9 @@ def rows_of(name: str) -> dict[str, dict[str, Any]]:
 def evaluated_on(name: str) -> set[str]:
     """Which images, and how many: so few that single points mean little, or not."""
     figures = [result.figures for result in runs_of(name).values()]
-    return {f"{f['evaluated_on']}, {f['images']:,} images" for f in figures}
+    kinds = {"holdout": "held-out"}
+    named = ((f["images"], kinds.get(f["evaluated_on"], f["evaluated_on"])) for f in figures)
+    return {f"{count:,} {kind} images" for count, kind in named}
 
 
 def percent(row: dict[str, Any], key: str) -> str:
