@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from deepmoe.config import GIVEN, ModelConfig
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, choose
-from deepmoe.graph.graph import build
+from deepmoe.graph.describing import build
 from deepmoe.graph.narrow import resized
 from deepmoe.hard_moe import refuse_experts
 from deepmoe.layers import GateHeads

@@ -11,7 +11,7 @@ from deepmoe.checkpoint import TrainState, load_checkpoint, read_progress, save_
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
 from deepmoe.registry import model_from_config
-from deepmoe.training.trainer import make_optimizer
+from deepmoe.training.model_and_optimizer import make_optimizer
 
 INFO = DataInfo(tuple("0123456789"), (8, 8), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 

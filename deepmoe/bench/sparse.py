@@ -21,8 +21,9 @@ from deepmoe.progress import followed, progress
 from deepmoe.sparse import Plan, sparsify
 from deepmoe.sparse.convolution import convolve_plainly
 from deepmoe.sparse.executors import FixedExecutor, Parts, parts_of_route, whole_network
-from deepmoe.sparse.program import Program, translate
+from deepmoe.sparse.program import Program
 from deepmoe.sparse.route_groups import parts_by_route
+from deepmoe.sparse.translation import translate
 from deepmoe.timing import timed
 
 TRIAL_ROUNDS = 3  # to find a contender's best way

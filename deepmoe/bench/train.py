@@ -19,10 +19,11 @@ from deepmoe.data import DataSource, open_data
 from deepmoe.progress import progress
 from deepmoe.timing import timed
 from deepmoe.training.distributed import make_fabric
+from deepmoe.training.model_and_optimizer import make_model, make_optimizer
 from deepmoe.training.schedules import TrainingStage, stages
 from deepmoe.training.step import GraphedStep
 from deepmoe.training.teachers import load_teachers
-from deepmoe.training.trainer import Trainer, make_model, make_optimizer
+from deepmoe.training.trainer import Trainer
 
 PHASE_BATCHES = 30
 PROFILED_BATCHES = 10

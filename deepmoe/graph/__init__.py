@@ -1,6 +1,7 @@
 """Any convolutional network as data, captured once: everything else is a function of it."""
 
 from deepmoe.graph.capture import evaluation_mode
+from deepmoe.graph.describing import describe
 from deepmoe.graph.features import without_classifier
 from deepmoe.graph.gating import (
     Gating,
@@ -12,7 +13,7 @@ from deepmoe.graph.gating import (
     why_not,
     with_kept,
 )
-from deepmoe.graph.graph import Graph, Group, Layer, describe
+from deepmoe.graph.graph import Graph, Group, Layer
 from deepmoe.graph.narrow import narrowed, narrowed_graph
 from deepmoe.graph.scales import absorb_scales
 from deepmoe.graph.strengths import channel_strengths, have_norms, norm_scales, scale_inputs

@@ -15,7 +15,7 @@ from deepmoe.ops import is_half
 from deepmoe.sparse.convolution import Convolution, cudnn_runs
 from deepmoe.sparse.executors import FixedExecutor, whole_network
 from deepmoe.sparse.folding import fold, norm_as_affine
-from deepmoe.sparse.program import translate
+from deepmoe.sparse.translation import translate
 
 GEOMETRY = {"stride": (2, 2), "padding": (1, 1)}
 

@@ -29,8 +29,8 @@ from deepmoe.sparse.expert_networks import SparseExperts
 from deepmoe.sparse.few_inputs import ImageConvolution, channel_multiple
 from deepmoe.sparse.inference import InferenceModel
 from deepmoe.sparse.planner import Plan, Planner, in_words
-from deepmoe.sparse.program import translate
 from deepmoe.sparse.route_groups import images_of, in_order, parts_by_route, roughly, routes_of
+from deepmoe.sparse.translation import translate
 
 DENSITY_STEPS = 16  # in how many steps the planner tells densities apart
 PLANNING_IMAGES = 13  # after so many, the dynamic network has planned its own layers

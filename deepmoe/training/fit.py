@@ -42,11 +42,13 @@ from deepmoe.progress import progress, showing
 from deepmoe.registry import config_of
 from deepmoe.sources import is_source
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
+from deepmoe.training.epoch_figures import Result
 from deepmoe.training.experts import check_devices, learn_centroids
 from deepmoe.training.lessons import TaughtLoader, only_lessons
 from deepmoe.training.log import METRICS_NAME, RunLog, read_metrics
+from deepmoe.training.model_and_optimizer import make_model, make_optimizer, prepared
 from deepmoe.training.teachers import load_teachers
-from deepmoe.training.trainer import Result, Trainer, make_model, make_optimizer, prepared
+from deepmoe.training.trainer import Trainer
 from deepmoe.training.warm_start import pruned_start, prunes, start_from
 
 DEFAULT_OUT = "runs/fit"

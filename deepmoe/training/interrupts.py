@@ -4,8 +4,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from deepmoe.data import Batch, Loader
 
 # Whoever ends a job often sends the same signal twice at once: `timeout` does, to the process and
 # to its group. A person who insists takes longer.
@@ -52,3 +55,20 @@ class Interrupts:
     def _restore(self) -> None:
         for number, handler in self._former.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+class Stopped(Exception):
+    """A wish to stop came while images were gone through."""
+
+
+class UntilStopped:
+    """Images of a loader, until there is a wish to stop."""
+
+    def __init__(self, loader: Loader, check_wish: Callable[[], None]) -> None:
+        self.loader, self.check_wish = loader, check_wish
+        self.images = loader.images
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.loader:
+            self.check_wish()
+            yield batch

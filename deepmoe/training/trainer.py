@@ -11,57 +11,31 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from deepmoe.budget import MacsBudget
 from deepmoe.checkpoint import CheckpointStore, TrainState, save_checkpoint
 from deepmoe.config import RunConfig
 from deepmoe.costs import count_macs, dense_macs
-from deepmoe.data import Batch, DataInfo, DataSource, Loader, derive_seed
+from deepmoe.data import Batch, DataSource, derive_seed
 from deepmoe.data.segmentation_files import VOID
 from deepmoe.errors import OutputClosed, TrainingDiverged, TrainingInterrupted, UserError
-from deepmoe.evaluation import Evaluation, SegmentationEvaluation, evaluate_on
+from deepmoe.evaluation import evaluate_on
 from deepmoe.layers import PruningAgent, RouteCodebook, ScaleFactors
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE, can_be_captured
-from deepmoe.processes import (
-    any_process,
-    copy_from_first_process,
-    from_first_process,
-    process_count,
-    sum_over_processes,
-)
-from deepmoe.registry import model_from_config
+from deepmoe.processes import any_process, from_first_process, process_count, sum_over_processes
 from deepmoe.training.codebook_learning import check_codes, learn_codebook
-from deepmoe.training.interrupts import Interrupts
+from deepmoe.training.epoch_figures import Result, epoch_figures, reported
+from deepmoe.training.interrupts import Interrupts, Stopped, UntilStopped
 from deepmoe.training.log import RunLog
-from deepmoe.training.proximal import ProximalSGD
+from deepmoe.training.macs_target import MacsTarget
 from deepmoe.training.schedules import TrainingStage, learning_rate, stages
-from deepmoe.training.steering import steering_for
 from deepmoe.training.step import EagerStep, GraphedStep, Objective
 from deepmoe.training.teachers import Teachers
 
-Result = Evaluation | SegmentationEvaluation
 LOOK_EVERY = 20  # batches between looks at figures, which wait for the device
-
-
-class _Stopped(Exception):
-    """A wish to stop came while images were gone through."""
 
 
 class _DataFailed(Exception):
     """Training images could not be had."""
-
-
-class _UntilStopped:
-    """Images of a loader, until there is a wish to stop."""
-
-    def __init__(self, loader: Loader, check_wish: Callable[[], None]) -> None:
-        self.loader, self.check_wish = loader, check_wish
-        self.images = loader.images
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self.loader:
-            self.check_wish()
-            yield batch
 
 
 class Trainer:
@@ -99,9 +73,7 @@ class Trainer:
         self.state = state
         self.teachers = teachers
         self.interrupts = Interrupts()
-        train = config.train
-        self.steering = steering_for(model, data.info.size, train.target_macs, train.budget_ramp)
-        self.budget = self._make_budget()
+        self.target = MacsTarget(config.train, fabric, model, data)
         codes = config.train.codes
         if codes is not None:  # a mistake is told now, not when they are learnt hours later
             from_first_process(lambda: check_codes(codes, data.calibration.images))
@@ -132,7 +104,7 @@ class Trainer:
 
     def _run_stages(self) -> None:
         if not self.config.train.epochs and self.state == TrainState():
-            self._meet_budget(0, learns=False)
+            self.target.meet(0, learns=False)
         prepared: dict[tuple[bool, bool], EagerStep] = {}
         for stage in stages(self.config.train, by_turns=takes_turns(self.model)):
             if self.state.epoch >= stage.end:
@@ -167,7 +139,7 @@ class Trainer:
         # What features make of a budget changes whenever the network does.
         settles = epoch + 1 == train.epochs or takes_turns(self.model)
         if settles and not self.state.budget_met:
-            self._meet_budget(epoch + 1, learns=not stage.frozen)
+            self.target.meet(epoch + 1, learns=not stage.frozen)
         trained = self._state_at(epoch, self.data.train.batches_per_epoch, totals, budget_met=True)
         self.result, is_best = None, False
         if (epoch + 1) % train.evaluate_epochs == 0 or last:
@@ -180,7 +152,7 @@ class Trainer:
             "stage": stage.name,
             "lr": learning_rate(train, epoch),
             **losses,
-            **(_reported(self.result) if self.result else {}),
+            **(reported(self.result) if self.result else {}),
             "skipped_images": int(sum_over_processes(skipped)) + self.data.evaluation.skipped,
             "seconds": round(time.perf_counter() - start, 3),
         }
@@ -210,13 +182,11 @@ class Trainer:
                 # Noise in the model depends on seed and batch alone: a resumed run repeats it.
                 torch.manual_seed(derive_seed(train.seed, epoch, done, 1))
                 now = epoch + done / loader.batches_per_epoch
-                if self.steering is not None:
-                    self.steering.before(self._progress(now))
+                self.target.before_step(now)
                 figures, gates = step(batch, learning_rate(train, now), *loss.weights(now))
                 done += 1
-                if self.budget is not None and gates is not None and not stage.frozen:
-                    part = (epoch + done / loader.batches_per_epoch) / train.epochs
-                    self.budget.step(gates, part)
+                if not stage.frozen:
+                    self.target.after_step(gates, epoch + done / loader.batches_per_epoch)
                 sums += figures
                 self._after_batch(epoch, done, sums, gates)
         except _DataFailed as error:
@@ -358,15 +328,15 @@ class Trainer:
         try:
             with self.fabric.autocast():
                 images = self.data.evaluation
-                batches = images if trained is None else _UntilStopped(images, self._check_wish)
+                batches = images if trained is None else UntilStopped(images, self._check_wish)
                 return evaluate_on(self.model, self.data.info, batches, self.data.evaluation_name)
-        except _Stopped:
+        except Stopped:
             assert trained is not None
             self._stop(f"while epoch {trained.epoch + 1} was evaluated", trained)
 
     def _check_wish(self) -> None:
         if self._wish is not None and process_count() == 1:
-            raise _Stopped  # several would have to agree on it: they stop in the next epoch
+            raise Stopped  # several would have to agree on it: they stop in the next epoch
 
     def _learn_codebook(self, codes: int) -> RouteCodebook:
         def learn() -> RouteCodebook:
@@ -376,41 +346,6 @@ class Trainer:
 
         # By one process: others may see images of their own, and find another number of codes.
         return from_first_process(learn).to(self.fabric.device)
-
-    def _progress(self, epoch: float) -> float:
-        """How far the joint stage is, from 0 to 1."""
-        return min(1.0, epoch / self.config.train.epochs) if self.config.train.epochs else 1.0
-
-    def _meet_budget(self, epochs: int, *, learns: bool) -> None:
-        """What the joint stage ends with, and for some heads every epoch.
-
-        Args:
-            epochs: that are done.
-            learns: whether what makes the gates has learnt in the last one.
-        """
-        if self.steering is not None:
-            with self.fabric.autocast():  # as in the steps
-                calibration = self.data.calibration
-                self.steering.settle(self.model, calibration, self._progress(epochs), learns)
-            for tensor in self.steering.settled:
-                copy_from_first_process(tensor)  # each saw images of its own
-        if self.budget is not None:
-            self.budget.calibrate(self.model, self.data.calibration)
-            copy_from_first_process(self.budget.heads.weight)  # each saw images of its own
-
-    def _make_budget(self) -> MacsBudget | None:
-        train = self.config.train
-        if train.target_macs is None or not self.model.gated or self.steering is not None:
-            return None
-        steps = train.epochs * self.data.train.batches_per_epoch
-        return MacsBudget(
-            self.model,
-            self.data.info.size,
-            train.target_macs,
-            steps=steps,
-            ramp=train.budget_ramp,
-            floor=train.channel_floor,
-        )
 
 
 def set_stage(model: DeepMoE, stage: TrainingStage) -> None:
@@ -427,72 +362,3 @@ def set_stage(model: DeepMoE, stage: TrainingStage) -> None:
 def takes_turns(model: DeepMoE) -> bool:
     """Whether what makes the gates learns while the base network is fixed, and the other way."""
     return isinstance(model.heads, PruningAgent)
-
-
-def make_model(config: RunConfig, info: DataInfo, device: torch.device) -> DeepMoE:
-    """A new model by the run's seed, on its device."""
-    torch.manual_seed(config.train.seed)
-    return prepared(model_from_config(config, info.classes, size=info.size), device)
-
-
-def prepared(model: DeepMoE, device: torch.device) -> DeepMoE:
-    """A model on a device, in the memory format that is fast there."""
-    model.to(device)
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
-
-
-def make_optimizer(model: DeepMoE, config: RunConfig) -> torch.optim.SGD:
-    """SGD with momentum. Gate heads get no weight decay: the L1 term is their regulariser.
-
-    Those that look at features get it: they are layers like others.
-    """
-    train = config.train
-    heads = list(model.heads.parameters()) if model.heads is not None else []
-    gate_parameters = {id(p) for p in heads}
-    others = [p for p in model.parameters() if id(p) not in gate_parameters]
-    decay = {"weight_decay": train.weight_decay, "lr_scale": 1.0}
-    groups: list[dict[str, Any]] = [{"params": others, **decay}]
-    if heads:
-        weight_decay = train.weight_decay if model.on_the_way else 0.0
-        scale = config.heads.lr_scale
-        groups.append({"params": heads, "weight_decay": weight_decay, "lr_scale": scale})
-    kind = torch.optim.SGD
-    if isinstance(model.heads, ScaleFactors):
-        kind = ProximalSGD
-        groups[-1]["shrinkage"] = config.loss.sparsity
-    return kind(
-        groups,
-        lr=train.lr,
-        momentum=train.momentum,
-        nesterov=train.nesterov,
-        fused=others[0].is_cuda,  # one kernel instead of hundreds
-    )
-
-
-def epoch_figures(totals: Tensor) -> dict[str, float]:
-    """Means from the sums of the steps' figures."""
-    *losses, correct, labels, batches = totals.tolist()
-    means = {f: v / max(1.0, batches) for f, v in zip(LossParts._fields, losses, strict=True)}
-    return {
-        "loss": means["total"],
-        "task_loss": means["task"],
-        "gate_l1": means["gates"],
-        "embedding_loss": means["embedding"],
-        "distillation_loss": means["distillation"],
-        "agent_loss": means["agent"],
-        "train_accuracy": correct / max(1.0, labels),
-        "labels": labels,
-    }
-
-
-def _reported(result: Result) -> dict[str, Any]:
-    values = result.as_dict()
-    values["evaluation_loss"] = values.pop("loss")
-    return {
-        **values,
-        "accuracy": result.accuracy,
-        "embedding_accuracy": result.embedding_accuracy,
-    }

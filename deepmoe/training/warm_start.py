@@ -16,8 +16,8 @@ from deepmoe.model import DeepMoE
 from deepmoe.network_embedding import NetworkEmbedding
 from deepmoe.pruning import prune
 from deepmoe.training.experts import start_experts
+from deepmoe.training.model_and_optimizer import make_model
 from deepmoe.training.teachers import load_trained
-from deepmoe.training.trainer import make_model
 
 
 def start_from(path: str, model: DeepMoE, info: DataInfo, config: RunConfig) -> DeepMoE:

@@ -18,8 +18,8 @@ from deepmoe.registry import create_model, list_models
 from deepmoe.sparse import Plan, SparseModel, convolution, sparsify
 from deepmoe.sparse.folding import fold
 from deepmoe.sparse.planner import TRIALS
-from deepmoe.sparse.program import translate
 from deepmoe.sparse.route_groups import in_order
+from deepmoe.sparse.translation import translate
 
 SINGLE, HALF = 1e-4, 2e-2  # relative errors allowed
 SETTLED = 16  # runs after which every way of every layer has been tried

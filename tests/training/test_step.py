@@ -11,9 +11,9 @@ from deepmoe.data import DataInfo
 from deepmoe.losses import DeepMoELoss
 from deepmoe.model import DeepMoE
 from deepmoe.training import fit
+from deepmoe.training.model_and_optimizer import make_model
 from deepmoe.training.step import Objective
 from deepmoe.training.teachers import Teachers
-from deepmoe.training.trainer import make_model
 
 INFO = DataInfo(tuple("0123456789"), (8, 8), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
