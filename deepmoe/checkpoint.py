@@ -87,6 +87,8 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint; whoever kills the process finds either the old file or the new one."""
     tensors = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
+    if model.exit_at is None:  # exits are switched off: there is nothing to vote on
+        tensors.pop(f"{MODEL}exit_vote", None)
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():

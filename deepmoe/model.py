@@ -109,7 +109,7 @@ class DeepMoE(nn.Module):
                 raise ValueError("heads that look at features take nothing else beside them")
             _ = gating.feature_code, gating.makes  # not to be found out by a compiler on its way
         looks = heads is not None and not isinstance(heads, ScaleFactors | FeatureHeads)
-        if embedding is None and (looks or exit_at is not None):
+        if embedding is None and (looks or exit_at is not None or exit_vote is not None):
             raise ValueError("heads and exits need an embedding")
         if codebook is not None and heads is None:
             raise ValueError("a codebook needs gates to replace: give embedding and heads too")

@@ -30,7 +30,7 @@ from deepmoe.data import open_data
 from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError
 from deepmoe.evaluation import Answers, exit_for_macs
-from deepmoe.evaluation.exits import VOTES, ExitFigures, losses_by_temperature
+from deepmoe.evaluation.exits import VOTES, ExitFigures, best_vote, losses_by_temperature
 from deepmoe.files import is_newer, write_atomically
 from deepmoe.model import confidence, joint_answer
 from deepmoe.results import with_origin
@@ -175,11 +175,10 @@ class Front:
         early, late = self.logits(one, first.by, "holdout"), self.logits(two, NETWORK, "holdout")
         labels = self.labels(two, "holdout")
 
-        def loss(vote: float) -> float:
-            joint = joint_answer(late, early, late.new_tensor(vote))
-            return losses_by_temperature(joint, labels).min().item()
-
-        return min(VOTES, key=loss)
+        joint = [joint_answer(late, early, late.new_tensor(vote)) for vote in VOTES]
+        losses_VT = torch.stack([losses_by_temperature(z, labels) for z in joint])
+        hits_V = torch.stack([(z.argmax(dim=1) == labels).sum() for z in joint])
+        return VOTES[best_vote(losses_VT, hits_V, hits_V[0])]
 
     def static(self, group: str) -> dict[str, Any]:
         """A network alone."""

@@ -187,6 +187,14 @@ def test_a_vote_that_is_no_share_is_refused(tmp_path, vote: float) -> None:
         load_checkpoint(path)
 
 
+def test_a_model_whose_exits_are_switched_off_is_saved_without_a_vote(tmp_path) -> None:
+    config, path = tiny_config(), tmp_path / "model.safetensors"
+    model = model_from_config(config, 10)
+    model.exit_vote = torch.tensor(0.3)
+    save_checkpoint(path, model, config, INFO, TrainState(3))
+    assert load_checkpoint(path).model.exit_vote is None
+
+
 def test_a_vote_without_exits_does_not_fit(saved) -> None:
     save_file({**load_file(saved), "model.exit_vote": torch.tensor(0.5)}, saved, header_of(saved))
     with pytest.raises(UserError, match="does not fit its own model"):

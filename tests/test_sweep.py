@@ -23,7 +23,8 @@ from deepmoe.errors import UserError
 from deepmoe.files import exclusive
 from deepmoe.sweep import Grid, Run, grid_name, read_grid, read_results, steps, summary, sweep
 from deepmoe.sweep.grid import with_checkpoints
-from deepmoe.sweep.local import Worker
+from deepmoe.sweep.local import LocalProcesses, Worker
+from deepmoe.sweep.schedule import Job
 from deepmoe.sweep.steps import Teaching
 
 TINY = """
@@ -267,6 +268,8 @@ def test_mistakes_are_told_before_anything_runs(tmp_path: Path, text: str, messa
 
 class InThisProcess:
     """Stands for a worker, without the seconds that one takes to start."""
+
+    alive = True
 
     def begin(self, arguments: Sequence[str], log: Path) -> None:
         result = CliRunner().invoke(main, list(arguments))
@@ -670,6 +673,31 @@ def test_a_worker_runs_one_command_after_the_other_until_one_fails(tmp_path: Pat
     assert texts[0].startswith("deepmoe, version") and "vgg11" in texts[1]
     assert "version" not in texts[1]
     assert texts[2].startswith("Error: no checkpoint at ")
+
+
+def test_a_process_that_was_killed_while_it_had_nothing_to_do_is_replaced(tmp_path: Path) -> None:
+    def job(name: str) -> Job:
+        return Job(name, ("--version",), tmp_path / f"{name}.txt", "cpu", lambda: None)
+
+    def ended() -> list[tuple[str, int]]:
+        while not (found := backend.ended()):
+            time.sleep(0.02)
+        return [(job.name, end.code) for job, end in found]
+
+    backend = LocalProcesses(1)
+    try:
+        backend.start(job("first"))
+        assert ended() == [("first", 0)]
+        (idle,) = backend._idle
+        idle._process.kill()
+        idle._process.wait()
+        backend.start(job("second"))
+        assert ended() == [("second", 0)]
+        (tmp_path / "third.txt").mkdir()
+        backend.start(job("third"))  # nowhere to write what it says
+        assert backend.has_room() and ended() == [("third", 2)]
+    finally:
+        backend.stop()
 
 
 def test_a_sweep_of_failures_ends_in_one_sentence(tmp_path: Path, monkeypatch) -> None:

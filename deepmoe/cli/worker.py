@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import IO
 
 from deepmoe.cli.verbs import main
 
@@ -22,8 +23,13 @@ def serve() -> None:
     for line in sys.stdin:
         arguments, log = json.loads(line)
         code = run(arguments, log)
-        answers.write(f"{code}\n")
-        answers.flush()
+        with open(os.devnull, "ab") as nowhere:  # what comes next is not of this command
+            _redirect(nowhere)
+        try:
+            answers.write(f"{code}\n")
+            answers.flush()
+        except BrokenPipeError:  # nobody asks any more
+            os._exit(code)
         if code:  # whatever it has left behind goes with the process
             return
         _clear()
@@ -32,8 +38,7 @@ def serve() -> None:
 def run(arguments: Sequence[str], log: str) -> int:
     """Runs a command; returns its exit code."""
     with open(log, "ab") as output:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(output.fileno(), stream.fileno())
+        _redirect(output)
     try:
         main(list(arguments), prog_name="deepmoe")
         return 0
@@ -45,6 +50,13 @@ def run(arguments: Sequence[str], log: str) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _redirect(output: IO[bytes]) -> None:
+    """Sends what is printed to a file."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(output.fileno(), stream.fileno())
 
 
 def _clear() -> None:

@@ -103,8 +103,9 @@ def set_budget(model: DeepMoE, runs: DeepMoE, slider: Slider, x_BCHW: Tensor, va
     if not slider.low <= value <= slider.high:  # false for NaN, too
         raise UserError(f"a budget is from {slider.low:g} to {slider.high:g}, not {value:g}")
     if slider.by == "exits":
-        level = NEVER if value >= 1 else value
-        runs.exit_at = torch.tensor(level, dtype=next(model.parameters()).dtype)
+        off = value >= 1
+        runs.exit_at = torch.tensor(NEVER if off else value, dtype=next(model.parameters()).dtype)
+        runs.exit_vote = None if off else model.exit_vote  # the base network alone, at 1
     else:
         runs.thresholds = _thresholds_for(model, x_BCHW, value)
 

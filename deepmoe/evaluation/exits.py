@@ -23,7 +23,7 @@ from deepmoe.model import DeepMoE, confidence, joint_answer
 
 CERTIFIED_STEPS = 1000  # thresholds that are tested one after the other, from 1 down to 0
 VOTES = tuple(step / 20 for step in range(11))  # of an embedding, that are tried
-TEMPERATURES = tuple(2 ** (step / 4) for step in range(-5, 5))  # that logits are divided by
+TEMPERATURES = tuple(2 ** (step / 4) for step in range(-4, 9))  # that logits are divided by
 NEVER = 2.0  # a confidence that none reaches
 BY_CHANCE = 0.05  # an embedding that is not better than guessing at this level has learnt nothing
 
@@ -148,7 +148,8 @@ def collect_answers(
         batches: normalised images and labels.
         votes: of the embedding to choose from: the one is taken whose joint answers have the
             smallest cross-entropy, once they are calibrated: an average is less sure of itself, and
-            must not win by that alone. The model's own if not given.
+            must not win by that alone. Those that make answers worse are left out. The model's own
+            if not given.
 
     Raises:
         UserError: for a model without an embedding, one that does not classify images, or outputs
@@ -160,12 +161,14 @@ def collect_answers(
         raise UserError(
             "the model has no embedding that could answer: train one with model.exits=true"
         )
+    if next(model.network.parameters(), None) is None:
+        raise UserError("exits are fitted to no sparse model: give the model that it was made of")
     model.check_finite()
     found, size = [], (0, 0)
     own = 0.0 if model.exit_vote is None else float(model.exit_vote)
     votes = (own,) if votes is None else votes
     losses_VT = torch.zeros(len(votes), len(TEMPERATURES), dtype=torch.float64)
-    for x_BCHW, labels in batches_for(model, batches, doing="finding exits"):
+    for x_BCHW, labels in batches_for(model, batches, doing="finding exits", classes=model.classes):
         if labels.dim() != 1:
             raise UserError("segmentation has no exits: an embedding answers for a whole image")
         size = size_of(x_BCHW)
@@ -191,7 +194,7 @@ def collect_answers(
         found.append({name: values.cpu() for name, values in answers.items()})
     columns = {name: torch.cat([part[name] for part in found]) for name in found[0]}
     embedding_macs = count_costs(model, size).embedding_macs
-    best = int(losses_VT.amin(dim=1).argmin())
+    best = best_vote(losses_VT, columns["joint_right"].sum(dim=0), columns["right"].sum())
     columns |= {name: columns[name][:, best] for name in ("joint_right", "joint_loss")}
     return Answers(
         **columns,
@@ -201,6 +204,17 @@ def collect_answers(
         dense_macs=dense_macs(model, size),
         classes=model.classes,
     )
+
+
+def best_vote(losses_VT: Tensor, hits_V: Tensor, hits_alone: Tensor) -> int:
+    """Which of several votes to take.
+
+    Args:
+        losses_VT: of each vote's answers, as `losses_by_temperature` gives them.
+        hits_V: how many images each of them gets right.
+        hits_alone: how many the base network gets right.
+    """
+    return int(losses_VT.amin(dim=1).masked_fill(hits_V < hits_alone, torch.inf).argmin())
 
 
 def losses_by_temperature(logits_BC: Tensor, labels: Tensor) -> Tensor:
@@ -251,10 +265,13 @@ def set_exits(
             f"{figures.macs_without / figures.dense_macs:.3f}; allow more loss, or train a "
             "smaller embedding"
         )
-    threshold = torch.tensor(figures.threshold, dtype=torch.float64)
-    vote = torch.tensor(figures.vote, dtype=torch.float64)
-    model.exit_at = threshold.to(next(model.parameters()))
-    model.exit_vote = vote.to(next(model.parameters())) if figures.vote else None
+    with torch.inference_mode(False):  # buffers of that mode would spoil later training
+        like = next(model.parameters())
+        threshold, vote = (
+            torch.tensor(value, dtype=torch.float64).to(like.device, like.dtype)
+            for value in (figures.threshold, figures.vote)
+        )
+        model.exit_at, model.exit_vote = threshold, vote if figures.vote else None
     return figures
 
 

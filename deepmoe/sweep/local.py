@@ -1,5 +1,6 @@
 """Jobs by processes of this machine that stay for the next one, or one by one in this process."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from deepmoe.console import complain
 from deepmoe.errors import TrainingInterrupted, UserError
 from deepmoe.launch import threads
 from deepmoe.sweep.schedule import POLL_SECONDS, End, Job
@@ -29,12 +31,15 @@ class Worker:
         self._commands, self._answers = self._process.stdin, self._process.stdout
         os.set_blocking(self._answers.fileno(), False)
 
+    @property
+    def alive(self) -> bool:
+        """Whether it could take a command: it may have been killed."""
+        return self._process.poll() is None
+
     def begin(self, arguments: Sequence[str], log: Path) -> None:
         """Starts a command, whose output is added to a file."""
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it was killed just now: `code` tells
             self._commands.write(json.dumps([list(arguments), str(log)]).encode() + b"\n")
-        except BrokenPipeError:  # it was killed: `code` tells
-            return
 
     def code(self) -> int | None:
         """The exit code of the command, `None` while it runs; that of a process that was killed."""
@@ -62,20 +67,36 @@ class LocalProcesses:
         self._jobs = jobs
         self._going: list[tuple[Job, Worker]] = []
         self._idle: list[Worker] = []
+        self._refused: list[tuple[Job, End]] = []
 
     def has_room(self) -> bool:
         """Whether fewer jobs run than are allowed."""
         return len(self._going) < self._jobs
 
     def start(self, job: Job) -> None:
-        """Hands a job to a process that has none."""
-        worker = self._idle.pop() if self._idle else Worker()
+        """Hands a job to a process that has none; one whose log can't be written fails alone."""
+        try:
+            job.log.open("ab").close()
+        except OSError as error:
+            complain(f"cannot write {job.log}: {error.strerror}")
+            self._refused.append((job, End(UserError.exit_code)))
+            return
+        worker = self._idle_worker() or Worker()
         worker.begin(job.arguments, job.log)
         self._going.append((job, worker))
 
+    def _idle_worker(self) -> Worker | None:
+        """One that is there still: others may have been killed for their memory."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.alive:
+                return worker
+            worker.wait()
+        return None
+
     def ended(self) -> list[tuple[Job, End]]:
         """Jobs that have ended. A process whose job has failed is not used again."""
-        ended: list[tuple[Job, End]] = []
+        ended, self._refused = self._refused, []
         for job, worker in list(self._going):
             code = worker.code()
             if code is None:

@@ -157,7 +157,9 @@ def _reason(code: int, log: Path) -> str:
     """Why a job failed, as far as can be told in a line."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}, see {log}"
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    lines = text.splitlines()
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # it could not be written, either
+        lines = []
     told = [line for line in lines if line.startswith("Error: ")] or lines
     return f"see {log}: {told[-1]}" if told else f"see {log}"

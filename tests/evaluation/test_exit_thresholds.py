@@ -30,9 +30,10 @@ from deepmoe.evaluation import (
     exit_for_macs,
     set_exits,
 )
-from deepmoe.evaluation.exits import VOTES
+from deepmoe.evaluation.exits import VOTES, best_vote
 from deepmoe.model import DeepMoE, confidence
 from deepmoe.registry import create_model
+from deepmoe.sparse import sparsify
 from deepmoe.training import fit
 
 
@@ -117,6 +118,26 @@ def test_the_vote_is_the_one_that_predicts_best() -> None:
         plain = model(x)
     for answer, vote in ((plain.logits, 0.0), (plain.embedding_logits, max(VOTES))):
         assert collect_answers(model, [(x, answer.argmax(dim=1))], VOTES).vote == vote
+
+
+def test_a_vote_that_makes_answers_worse_is_left_out() -> None:
+    losses_VT = torch.tensor([[3.0, 2.0], [1.0, 9.0], [1.5, 1.5]])
+    assert best_vote(losses_VT, torch.tensor([50, 50, 51]), torch.tensor(50)) == 1
+    assert best_vote(losses_VT, torch.tensor([50, 49, 51]), torch.tensor(50)) == 2
+    assert best_vote(losses_VT[1:2], torch.tensor([40]), torch.tensor(50)) == 0  # the only one
+
+
+def test_exits_that_are_set_do_not_depend_on_the_mode_they_were_found_in() -> None:
+    model = unsure(None)
+    images = batches(model)
+    with torch.inference_mode():
+        set_exits(model, images, loss=20)
+    assert not model.exit_at.is_inference()
+    for wrong in (images[0][1] + 1000, torch.full_like(images[0][1], -100)):
+        with pytest.raises(UserError, match="labels are from"):
+            set_exits(model, [(images[0][0], wrong)], loss=20)
+    with pytest.raises(UserError, match="no sparse model"):
+        set_exits(sparsify(model), images, loss=20)
 
 
 KINDS = {
