@@ -17,12 +17,12 @@ import torch
 from deepmoe.checkpoint import Checkpoint, TrainState
 from deepmoe.compare.widths import even_widths
 from deepmoe.config import ModelConfig, RunConfig
+from deepmoe.configured_models import model_from_config
 from deepmoe.costs import count_costs, dense_macs
 from deepmoe.data import DataInfo
 from deepmoe.export import export_checkpoint
 from deepmoe.export.formats import ENDINGS
 from deepmoe.graph import prunable
-from deepmoe.registry import model_from_config
 from deepmoe.results import write_result
 
 OUT = Path(__file__).with_name("export_latency.json")

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from deepmoe.checkpoint_versions import check_gates, renamed
 from deepmoe.config import GIVEN, ModelConfig, RunConfig, config_from_dict, config_to_dict
+from deepmoe.configured_models import model_from_config
 from deepmoe.data import DataInfo
 from deepmoe.devices import choose_device
 from deepmoe.errors import UserError, reason
 from deepmoe.files import write_atomically
 from deepmoe.layers import GateHeads, NoisyTopKHeads, RouteCodebook
 from deepmoe.model import DeepMoE
-from deepmoe.registry import list_models, model_from_config
+from deepmoe.registry import list_models
 from deepmoe.schema import from_plain
 from deepmoe.sources import is_source, make_network
 from deepmoe.widening import widen

@@ -8,12 +8,13 @@ from torch import nn
 
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.config import GIVEN, DataConfig, RunConfig, config_to_dict
+from deepmoe.configured_models import config_of
 from deepmoe.data import DataInfo
 from deepmoe.data.torch_datasets import UNKNOWN_MEAN, UNKNOWN_STD
 from deepmoe.errors import UserError, reason
 from deepmoe.extras import require
 from deepmoe.model import DeepMoE
-from deepmoe.registry import config_of, usual_input
+from deepmoe.registry import usual_input
 
 require("hub", "huggingface_hub")
 from huggingface_hub import ModelHubMixin, constants, hf_hub_download  # noqa: E402

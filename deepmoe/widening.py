@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from deepmoe.config import GIVEN, ModelConfig
+from deepmoe.configured_models import model_options
 from deepmoe.errors import UserError
 from deepmoe.graph import Gating, choose
 from deepmoe.graph.describing import build
@@ -14,7 +15,7 @@ from deepmoe.graph.narrow import resized
 from deepmoe.hard_moe import refuse_experts
 from deepmoe.layers import GateHeads
 from deepmoe.model import DeepMoE
-from deepmoe.registry import create_model, list_models, model_options
+from deepmoe.registry import create_model, list_models
 
 MOST = 16.0  # times as many channels
 

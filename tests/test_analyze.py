@@ -16,10 +16,10 @@ from PIL import Image
 from deepmoe.checkpoint import TrainState, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.config import RunConfig
+from deepmoe.configured_models import model_from_config
 from deepmoe.data import DataInfo, open_data
 from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE, confidence
-from deepmoe.registry import model_from_config
 
 QUICK = ("--images", "40")
 HOSTILE = ('<script>alert("0")</script>', "$\\frac{", "<img src=x onerror=alert(1)>", "a\u202eb")

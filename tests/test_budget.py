@@ -6,10 +6,11 @@ from helpers import tiny_config
 
 from deepmoe.budget import MacsBudget
 from deepmoe.config import load_config
+from deepmoe.configured_models import model_from_config
 from deepmoe.costs import active_share, count_macs
 from deepmoe.errors import UserError
 from deepmoe.layers.heads import initialise
-from deepmoe.registry import create_model, model_from_config
+from deepmoe.registry import create_model
 from deepmoe.training import fit
 from deepmoe.training.log import read_metrics
 

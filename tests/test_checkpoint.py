@@ -8,9 +8,9 @@ from helpers import tiny_config
 from safetensors.torch import load_file, save_file
 
 from deepmoe.checkpoint import TrainState, load_checkpoint, read_progress, save_checkpoint
+from deepmoe.configured_models import model_from_config
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
-from deepmoe.registry import model_from_config
 from deepmoe.training.model_and_optimizer import make_optimizer
 
 INFO = DataInfo(tuple("0123456789"), (8, 8), (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))

@@ -334,7 +334,7 @@ def test_a_lack_of_memory_gets_one_sentence(monkeypatch) -> None:
     def fail(*arguments, **options):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1e12 bytes")
 
-    monkeypatch.setattr("deepmoe.registry.create_model", fail)
+    monkeypatch.setattr("deepmoe.configured_models.create_model", fail)
     assert_refused(deepmoe("train", "quickstart", *QUICK), "not enough memory")
 
 

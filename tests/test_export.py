@@ -16,12 +16,12 @@ from deepmoe.building import gate
 from deepmoe.checkpoint import Checkpoint, TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.config import EmbeddingConfig
+from deepmoe.configured_models import config_of, model_from_config
 from deepmoe.data import DataSource, open_data
 from deepmoe.errors import UserError
 from deepmoe.export import export_checkpoint, exporting
 from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE, confidence
-from deepmoe.registry import config_of, model_from_config
 
 VGG = ("model.name=vgg11", "model.widths=[4, 4, 4, 8, 8, 8, 8, 8]", "data.size=32")
 KEPT = [2, 3, 1, 4, 2, 2, 3, 1, 4]  # of the four channels of each group

@@ -12,6 +12,7 @@ from deepmoe.budget import MacsBudget
 from deepmoe.checking import check
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.config import HeadsConfig, LossConfig, RunConfig, config_from_dict, config_to_dict
+from deepmoe.configured_models import config_of
 from deepmoe.costs import count_costs, count_macs, dense_macs
 from deepmoe.data import DataInfo
 from deepmoe.deploy import CodedNetwork, static_network
@@ -21,7 +22,7 @@ from deepmoe.layers import Decisions
 from deepmoe.layers.agent import agent_loss
 from deepmoe.losses import DeepMoELoss
 from deepmoe.model import DeepMoE, DeepMoEOutput
-from deepmoe.registry import config_of, create_model
+from deepmoe.registry import create_model
 from deepmoe.sparse import sparsify
 from deepmoe.training.codebook_learning import learn_codebook
 from deepmoe.widening import widen

@@ -20,6 +20,7 @@ from deepmoe.bench.subjects import trained_subject
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.config import GIVEN, ModelConfig, RunConfig, config_from_dict, load_config
+from deepmoe.configured_models import config_of
 from deepmoe.costs import count_costs, count_macs, dense_macs
 from deepmoe.data import DataInfo, open_data
 from deepmoe.deploy import ExpertNetworks
@@ -31,7 +32,7 @@ from deepmoe.graph import evaluation_mode
 from deepmoe.hard_moe import HardMoE, nearest
 from deepmoe.losses import DeepMoELoss
 from deepmoe.pruning import prune
-from deepmoe.registry import config_of, create_model, from_network
+from deepmoe.registry import create_model, from_network
 from deepmoe.sparse import sparsify
 from deepmoe.training import FitResult, fit
 from deepmoe.training.experts import learn_centroids

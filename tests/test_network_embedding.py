@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.config import EmbeddingConfig, RunConfig, load_config
+from deepmoe.configured_models import config_of
 from deepmoe.costs import count_costs, count_macs
 from deepmoe.data import DataInfo, open_data
 from deepmoe.errors import UserError
@@ -19,7 +20,7 @@ from deepmoe.graph import prunable
 from deepmoe.model import DeepMoE, confidence
 from deepmoe.network_embedding import NetworkEmbedding
 from deepmoe.pruning import prune
-from deepmoe.registry import config_of, create_model
+from deepmoe.registry import create_model
 from deepmoe.sparse import sparsify
 from deepmoe.training import FitResult, fit
 

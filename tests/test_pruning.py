@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.compare.widths import widths_for
 from deepmoe.config import RunConfig, load_config
+from deepmoe.configured_models import config_of
 from deepmoe.costs import cost_matrix, count_costs, count_macs, dense_macs, macs_of_counts
 from deepmoe.data import DataInfo, open_data
 from deepmoe.errors import TrainingInterrupted, UserError
@@ -23,7 +24,7 @@ from deepmoe.evaluation.importance import channel_importance
 from deepmoe.graph import Gating, channel_strengths, describe, prunable
 from deepmoe.model import DeepMoE
 from deepmoe.pruning import prune, prune_module
-from deepmoe.registry import config_of, create_model
+from deepmoe.registry import create_model
 from deepmoe.training import FitResult, fit
 from deepmoe.training.trainer import Trainer
 

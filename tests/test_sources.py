@@ -15,10 +15,11 @@ import deepmoe
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.config import RunConfig, load_config
+from deepmoe.configured_models import config_of, model_from_config
 from deepmoe.costs import count_costs
 from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
-from deepmoe.registry import config_of, create_model, model_from_config
+from deepmoe.registry import create_model
 
 FACTORY = """
 from pathlib import Path

@@ -10,6 +10,7 @@ from torch import Tensor
 from deepmoe.building import add_gates
 from deepmoe.checkpoint import Checkpoint, load_checkpoint
 from deepmoe.config import EmbeddingConfig, RunConfig, apply_overrides
+from deepmoe.configured_models import model_from_config
 from deepmoe.costs import count_costs
 from deepmoe.data import open_data
 from deepmoe.data.interface import Loader
@@ -18,7 +19,7 @@ from deepmoe.hard_moe import refuse_experts
 from deepmoe.layers import ShallowEmbedding
 from deepmoe.model import DeepMoE
 from deepmoe.random_routes import routes_as_codebook, set_routes
-from deepmoe.registry import create_model, list_models, model_from_config, usual_input
+from deepmoe.registry import create_model, list_models, usual_input
 from deepmoe.training import learn_codebook
 
 

@@ -219,7 +219,7 @@ def _untrained(
 ) -> "Subject":
     from deepmoe.bench.subjects import untrained_subject
     from deepmoe.config import ModelConfig
-    from deepmoe.registry import model_options
+    from deepmoe.configured_models import model_options
 
     return untrained_subject(
         name,

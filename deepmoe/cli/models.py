@@ -132,8 +132,9 @@ def _make(
 ) -> "tuple[DeepMoE, tuple[int, int]]":
     """The network that is meant, and the size of its images."""
     from deepmoe.config import ModelConfig
+    from deepmoe.configured_models import model_options
     from deepmoe.graph import NothingToGate
-    from deepmoe.registry import create_model, model_options, usual_input
+    from deepmoe.registry import create_model, usual_input
 
     chosen = ModelConfig(name, wide=wide, block=block, widths=parse_widths(widths))  # type: ignore[arg-type]
     asked = None if size is None else parse_size(size)

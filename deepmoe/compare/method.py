@@ -9,9 +9,9 @@ import torch
 
 from deepmoe.compare.task import Select, check_norms
 from deepmoe.config import PruneBy, RunConfig
+from deepmoe.configured_models import model_from_config
 from deepmoe.graph import Gating, prunable
 from deepmoe.model import DeepMoE
-from deepmoe.registry import model_from_config
 from deepmoe.sources import is_source
 
 

@@ -8,10 +8,10 @@ import torch
 
 from deepmoe.compare.method import Cell, Method, Step, changed
 from deepmoe.config import RunConfig
+from deepmoe.configured_models import model_from_config
 from deepmoe.costs import cost_matrix, count_costs, dense_macs, largest, macs_of_counts
 from deepmoe.errors import UserError
 from deepmoe.layers.heads import kept_of
-from deepmoe.registry import model_from_config
 
 
 def plan(cell: Cell) -> list[Step]:

@@ -6,9 +6,9 @@ from deepmoe.compare.method import Cell, Step
 from deepmoe.compare.methods import method_named
 from deepmoe.compare.widths import even_widths
 from deepmoe.config import RunConfig
+from deepmoe.configured_models import model_from_config
 from deepmoe.costs import cost_matrix, count_costs, dense_macs, macs_of_counts
 from deepmoe.errors import UserError
-from deepmoe.registry import model_from_config
 from deepmoe.sources import is_source
 
 

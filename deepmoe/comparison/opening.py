@@ -19,10 +19,10 @@ from deepmoe.config import (
     apply_overrides,
     load_config,
 )
+from deepmoe.configured_models import model_from_config
 from deepmoe.data import DataInfo, open_data
 from deepmoe.errors import UserError
 from deepmoe.graph import prunable
-from deepmoe.registry import model_from_config
 from deepmoe.sweep.grid import LESSONS
 from deepmoe.training.lessons import only_lessons
 from deepmoe.training.teachers import check_teacher

@@ -9,12 +9,12 @@ from torch import nn
 
 from deepmoe.checkpoint import Checkpoint
 from deepmoe.config import GIVEN
+from deepmoe.configured_models import model_from_config
 from deepmoe.deploy import CodedNetwork, ExitingNetwork, ExpertNetworks, Logits, static_network
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import Batches, batches_for
 from deepmoe.hard_moe import HardMoE
 from deepmoe.model import DeepMoE
-from deepmoe.registry import model_from_config
 from deepmoe.training.codebook_learning import learn_codebook
 
 MOST_CODES = 64

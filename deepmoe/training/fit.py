@@ -30,6 +30,7 @@ from deepmoe.config import (
     config_to_dict,
     config_to_toml,
 )
+from deepmoe.configured_models import config_of
 from deepmoe.costs import count_costs
 from deepmoe.data import DataInfo, DataSource, open_data, open_datasets
 from deepmoe.errors import UserError
@@ -39,7 +40,6 @@ from deepmoe.layers import ScaleFactors
 from deepmoe.model import DeepMoE
 from deepmoe.processes import from_first_process
 from deepmoe.progress import progress, showing
-from deepmoe.registry import config_of
 from deepmoe.sources import is_source
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
 from deepmoe.training.epoch_figures import Result

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from deepmoe.config import RunConfig
+from deepmoe.configured_models import model_from_config
 from deepmoe.data import DataInfo
 from deepmoe.layers import ScaleFactors
 from deepmoe.model import DeepMoE
-from deepmoe.registry import model_from_config
 from deepmoe.training.proximal import ProximalSGD
 
 

@@ -12,10 +12,11 @@ from helpers import randomise_statistics, tiny_config
 from deepmoe.bench import exits
 from deepmoe.checkpoint import TrainState, save_checkpoint
 from deepmoe.cli import main
+from deepmoe.configured_models import model_from_config
 from deepmoe.data import open_data
 from deepmoe.errors import UserError
 from deepmoe.model import DeepMoE, confidence
-from deepmoe.registry import create_model, model_from_config
+from deepmoe.registry import create_model
 
 HEADS = ("model.gates=inner", "model.gates=none")
 IMAGES = 360  # of the digits' test set

@@ -10,11 +10,12 @@ from deepmoe.compare import METHODS, Cell, Method, method_named
 from deepmoe.compare.li import SETTINGS, published_widths
 from deepmoe.compare.reach import check_reach
 from deepmoe.config import RunConfig, load_config
+from deepmoe.configured_models import model_from_config
 from deepmoe.costs import cost_matrix, count_costs, dense_macs, macs_of_counts
 from deepmoe.errors import UserError
 from deepmoe.graph import prunable
 from deepmoe.layers.heads import kept_of
-from deepmoe.registry import create_model, model_from_config
+from deepmoe.registry import create_model
 from deepmoe.training.schedules import stages
 
 BASE = load_config(

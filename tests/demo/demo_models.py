@@ -5,10 +5,10 @@ from helpers import randomise_statistics, tiny_config
 from torch import nn
 
 from deepmoe.checkpoint import Checkpoint, TrainState
+from deepmoe.configured_models import model_from_config
 from deepmoe.data import DataInfo
 from deepmoe.layers import RouteCodebook
 from deepmoe.model import confidence
-from deepmoe.registry import model_from_config
 
 NASTY = "<img src=x onerror=boom()> ${1+1} {{1+1}} $x^$"
 NAMES = tuple(f"{i} {NASTY} \x1b[31m" for i in range(10))

@@ -17,10 +17,10 @@ from PIL import Image
 import deepmoe
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
+from deepmoe.configured_models import model_from_config
 from deepmoe.data import DataInfo, open_data
 from deepmoe.errors import UserError
 from deepmoe.evaluation.segmentation_prediction import OPACITY, legend, palette
-from deepmoe.registry import model_from_config
 
 NAMES = ("=1+1", "-cat", "dog, or so", *(f"class {i}" for i in range(7)))
 TINY_DRN = (

@@ -4,10 +4,11 @@ import torch.nn.functional as F
 from helpers import counted_macs, randomise_statistics
 
 from deepmoe.config import EmbeddingConfig
+from deepmoe.configured_models import config_of
 from deepmoe.errors import UserError
 from deepmoe.layers import ShallowEmbedding
 from deepmoe.layers.embedding import CIFAR_WIDTHS, IMAGENET_WIDTHS
-from deepmoe.registry import config_of, create_model
+from deepmoe.registry import create_model
 from deepmoe.sparse.embedding import fast_embedding
 
 

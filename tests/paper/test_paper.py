@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from deepmoe.cli import main
 from deepmoe.config import RunConfig
+from deepmoe.configured_models import model_from_config
 from deepmoe.costs import cost_matrix, count_costs, macs_of_counts
 from deepmoe.errors import UserError
 from deepmoe.paper import PAGES, SCALES, page_named, scale_named
@@ -23,7 +24,6 @@ from deepmoe.paper.table_imagenet_wide import RESNET101_MACS
 from deepmoe.paper.table_imagenet_wide import WIDE as IMAGENET
 from deepmoe.paper.table_widening import STRATEGIES
 from deepmoe.paper.tables import line_of, run_figures, shown
-from deepmoe.registry import model_from_config
 
 
 def paper(*arguments: object) -> Result:
