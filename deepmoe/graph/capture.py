@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 
 from deepmoe.errors import UserError, reason
 from deepmoe.graph import functions
-from deepmoe.graph.channels import Shapes
 from deepmoe.graph.normal_form import SWITCHES, normalised
+from deepmoe.graph.shapes import Shapes
 
 MOST_PIXELS = 1e6  # a side: sizes without a bound have a larger one
 MOST_CONSTANTS = 64  # numbers that the code of a network may hold in a tensor

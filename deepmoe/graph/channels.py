@@ -18,9 +18,18 @@ from torch.utils import _pytree
 
 from deepmoe.errors import UserError
 from deepmoe.graph import functions
+from deepmoe.graph.channel_numbers import (
+    NOTHING,
+    compact,
+    distinct_pairs,
+    expanded,
+    has_tensor,
+    nothing_like,
+    shrunk,
+    tensors_in,
+)
 from deepmoe.graph.operations import (
     ADDITIONS,
-    COPYING,
     LAYERS,
     MIXING,
     MOVING,
@@ -30,12 +39,8 @@ from deepmoe.graph.operations import (
     POINTWISE,
     REDUCING,
     SPATIAL,
-    name_of,
 )
-
-BATCH = 2  # images, as which numbers are sent
-NOTHING = 0  # the number of values that no layer has made
-SAME_SHAPE = NORMS | POINTWISE - COPYING
+from deepmoe.graph.shapes import BATCH, Shapes
 
 
 @dataclass(frozen=True)
@@ -51,29 +56,8 @@ class Call:
     kernel_area: int
 
 
-class Shapes(fx.Interpreter):
-    """Runs a graph for its shapes alone; on the meta device, where nothing is computed."""
-
-    def __init__(self, root: nn.Module, graph: fx.Graph) -> None:
-        super().__init__(root, garbage_collect_values=False, graph=graph)
-        self.extra_traceback = False  # what is told to a user is one sentence
-        self.root = root
-        self.names = {n: name_of(n, root) for n in graph.nodes if n.op.startswith("call")}
-
-    def run_node(self, n: fx.Node) -> Any:
-        # Shapes stay what they are, and batch norm takes its time even without values.
-        name = self.names.get(n)
-        if name in SAME_SHAPE and isinstance(n.args[0], fx.Node):
-            return self.env[n.args[0]]
-        if name in PAIRWISE and len(n.args) == 2 and not n.kwargs:
-            one, other = (self.env.get(a) if isinstance(a, fx.Node) else None for a in n.args)
-            if _is_like(one, other):
-                return one
-        return super().run_node(n)
-
-
 class Channels(Shapes):
-    """The same, with numbers of channels beside the shapes.
+    """Runs a graph for its shapes, with numbers of channels beside the shapes.
 
     Attributes after `run`:
         calls: of layers, in order.
@@ -144,7 +128,7 @@ class Channels(Shapes):
             self._pin_all(node, "is the network's output")
             return None
         if not node.op.startswith("call"):
-            return _nothing(value)
+            return nothing_like(value)
         name = self.names[node]
         weight = self._weight_of(node, name)
         if weight is not None:
@@ -152,7 +136,7 @@ class Channels(Shapes):
         if name in NORMS:
             return self._norm(node, value)
         if name in POINTWISE:
-            if any(_has_tensor(self.labels.get(n)) for n in node.all_input_nodes[1:]):
+            if any(has_tensor(self.labels.get(n)) for n in node.all_input_nodes[1:]):
                 self._pin_all(node, f"meets other channels in {name}")
             return self._labels_of(node.args[0])
         if name in PAIRWISE:
@@ -165,10 +149,10 @@ class Channels(Shapes):
             return self._spatial(node, name, value)
         if name in MOVING:
             return self._move(node, value)
-        if _has_tensor(value):
+        if has_tensor(value):
             why = "mixes channels" if name in MIXING else "is not understood"
             self._pin_all(node, f"reaches {name}, which {why}")
-        return _nothing(value)
+        return nothing_like(value)
 
     def _has_no_parameters(self, node: fx.Node) -> bool:
         module = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -208,7 +192,7 @@ class Channels(Shapes):
         self.followers[f"{path}.bias"] = outs
         area = weight.shape[2] * weight.shape[3] if is_conv else 1
         self.calls.append(Call(node.name, path, is_conv, ins, outs, groups, area))
-        return _expanded(outs, dim, value)
+        return expanded(outs, dim, value)
 
     def _norm(self, node: fx.Node, value: Tensor) -> Tensor:
         path = node.target if node.op == "call_module" else None
@@ -223,7 +207,7 @@ class Channels(Shapes):
             )
         for name in ("weight", "bias", "running_mean", "running_var"):
             self.followers[f"{path}.{name}"] = numbers
-        return _expanded(numbers, 1, value)
+        return expanded(numbers, 1, value)
 
     def _prelu(self, node: fx.Node, value: Tensor) -> Tensor:
         numbers = self._by_channel(node, self._labels_of(node.args[0]), 1)
@@ -232,7 +216,7 @@ class Channels(Shapes):
             self._pin_all(node, "reaches a PReLU whose slopes are no parameter")
         elif self.fetch_attr(str(slopes.target)).numel() > 1:
             self.followers[str(slopes.target)] = numbers
-        return _expanded(numbers, 1, value)
+        return expanded(numbers, 1, value)
 
     def _pair(self, node: fx.Node, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -243,13 +227,13 @@ class Channels(Shapes):
             if side.op == "get_attr":
                 return self._follow(node, side, [t for t in tensors if t is not side], value)
         if len(tensors) < 2 or tensors[0] is tensors[1]:
-            return self.labels[tensors[0]].expand(value.shape) if tensors else _nothing(value)
-        labels = [_compact(self.labels[t]) for t in tensors]
+            return self.labels[tensors[0]].expand(value.shape) if tensors else nothing_like(value)
+        labels = [compact(self.labels[t]) for t in tensors]
         wide = self._used_for_many(labels, name)
         if wide is not None:
             return wide.expand(value.shape)
         left, right = torch.broadcast_tensors(*labels)
-        pairs = _distinct_pairs(left, right)
+        pairs = distinct_pairs(left, right)
         for one, other in pairs[(pairs != NOTHING).all(dim=1)].tolist():
             if name in ADDITIONS and self.root_of(one) != self.root_of(other):
                 self.added.add(one)
@@ -277,12 +261,12 @@ class Channels(Shapes):
     def _follow(self, node: fx.Node, parameter: fx.Node, others: list[fx.Node], value: Any) -> Any:
         """A parameter that meets channels one by one has their numbers."""
         if not others:
-            return _nothing(value)
-        labels = _compact(self.labels[others[0]])
+            return nothing_like(value)
+        labels = compact(self.labels[others[0]])
         own = self.fetch_attr(str(parameter.target))
         index = torch.arange(own.numel()).view(own.shape)
         left, right = torch.broadcast_tensors(index, labels)
-        pairs = _distinct_pairs(left, right)
+        pairs = distinct_pairs(left, right)
         if len(pairs) == own.numel():  # each value meets one channel
             self.followers[str(parameter.target)] = pairs[:, 1].view(own.shape)
         elif own.numel() > 1 and len(pairs[:, 0].unique()) > 1:
@@ -294,9 +278,9 @@ class Channels(Shapes):
     def _spatial(self, node: fx.Node, name: str, value: Tensor) -> Tensor:
         labels = self._labels_of(node.args[0])
         if not isinstance(labels, Tensor):
-            return _nothing(value)
+            return nothing_like(value)
         if name not in REDUCING:
-            return _expanded(self._by_channel(node, labels, 1), 1, value)
+            return expanded(self._by_channel(node, labels, 1), 1, value)
         dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
         every = range(labels.dim()) if dims is None else dims
@@ -307,26 +291,26 @@ class Channels(Shapes):
             )
         if dims is None:
             self._pin_all(node, f"is summed up by {name}")
-            return _nothing(value)
+            return nothing_like(value)
         low, high = (f(labels, dims, keepdim=bool(keep)) for f in (torch.amin, torch.amax))
         if not torch.equal(low, high):
             self._pin_all(node, f"is summed up by {name}")
-            return _nothing(value)
-        return _shrunk(low)
+            return nothing_like(value)
+        return shrunk(low)
 
     def _move(self, node: fx.Node, value: Any) -> Any:
-        if not _has_tensor(value):
-            return _nothing(value)
+        if not has_tensor(value):
+            return nothing_like(value)
 
         def number_of(argument: fx.Node) -> Any:
             labels = self.labels[argument]
-            return labels if _has_tensor(labels) else self.env[argument]
+            return labels if has_tensor(labels) else self.env[argument]
 
         if self.names[node] in PADDING:  # what is added belongs to no layer
             return self._padded(node, value)
         if any(isinstance(self.labels.get(n), Tensor) for n in _indices(node)):
             self._pin_all(node, "reaches an index of numbers that a tensor holds")
-            return _nothing(value)
+            return nothing_like(value)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), number_of)
         try:
             moved = self._call(node, args, kwargs)
@@ -334,13 +318,13 @@ class Channels(Shapes):
             args, kwargs = _pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
             moved = self._call(node, args, kwargs)
         if isinstance(moved, Tensor):
-            return _shrunk(moved)
-        return type(moved)(_shrunk(m) for m in moved)
+            return shrunk(moved)
+        return type(moved)(shrunk(m) for m in moved)
 
     def _padded(self, node: fx.Node, value: Tensor) -> Tensor:
         amounts: Any = node.args[1] if len(node.args) > 1 else node.kwargs["pad"]
         labels = self._labels_of(node.args[0])
-        return _shrunk(F.pad(labels, tuple(amounts), value=NOTHING)).expand(value.shape)
+        return shrunk(F.pad(labels, tuple(amounts), value=NOTHING)).expand(value.shape)
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         if node.op == "call_module":
@@ -351,7 +335,7 @@ class Channels(Shapes):
 
     def _by_channel(self, node: fx.Node, labels: Any, dim: int) -> Tensor:
         """The number of each channel; where positions differ in it, they are pinned."""
-        small = _compact(labels).movedim(dim, 0)
+        small = compact(labels).movedim(dim, 0)
         numbers = small.reshape(len(small), -1)
         if not bool((numbers == numbers[:, :1]).all()):
             self.pin(numbers.unique().tolist(), f"is mixed with positions before {node.name}")
@@ -361,23 +345,7 @@ class Channels(Shapes):
     def _pin_all(self, node: fx.Node, reason: str) -> None:
         for source in node.all_input_nodes:
             for labels in tensors_in(self.labels.get(source)):
-                self.pin(_compact(labels).unique().tolist(), reason)
-
-
-def _distinct_pairs(left: Tensor, right: Tensor) -> Tensor:
-    """Which numbers meet, each pair once, in order."""
-    many = int(right.max()) + 1
-    both = (left.flatten() * many + right.flatten()).unique()
-    return torch.stack([both // many, both % many], dim=1)
-
-
-def _is_like(one: Any, other: Any) -> bool:
-    """Whether two values are tensors of one form, which what is made of them has as well."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return False
-    plain = one.is_floating_point() and one.is_contiguous()
-    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return plain and alike
+                self.pin(compact(labels).unique().tolist(), reason)
 
 
 def _indices(node: fx.Node) -> list[fx.Node]:
@@ -392,45 +360,3 @@ def _pads_positions(node: fx.Node, name: str) -> bool:
     """Whether an operation adds positions to each channel, and no channels."""
     amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
     return name in PADDING and isinstance(amounts, list | tuple) and len(amounts) <= 4
-
-
-def _nothing(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.full((1,) * value.dim(), NOTHING).expand(value.shape)
-    if isinstance(value, tuple | list) and _has_tensor(value):
-        return type(value)(_nothing(v) for v in value)
-    return None
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of nested tuples and lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in value for t in tensors_in(v)] if isinstance(value, tuple | list) else []
-
-
-def _has_tensor(value: Any) -> bool:
-    return bool(tensors_in(value))
-
-
-def _expanded(numbers: Tensor, dim: int, value: Tensor) -> Tensor:
-    shape = [1] * value.dim()
-    shape[dim] = len(numbers)
-    return numbers.view(shape).expand(value.shape)
-
-
-def _compact(labels: Tensor) -> Tensor:
-    """One position only where all of a dimension are the same by construction."""
-    for dim, stride in enumerate(labels.stride()):
-        if stride == 0 and labels.shape[dim] > 1:
-            labels = labels.narrow(dim, 0, 1)
-    return labels
-
-
-def _shrunk(labels: Tensor) -> Tensor:
-    """The same numbers, expanded from one position where all of a dimension are alike."""
-    shape, labels = labels.shape, _compact(labels)
-    for dim in range(labels.dim()):
-        if labels.shape[dim] > 1 and bool((labels == labels.narrow(dim, 0, 1)).all()):
-            labels = labels.narrow(dim, 0, 1)
-    return labels.expand(shape)

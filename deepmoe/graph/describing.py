@@ -10,11 +10,12 @@ from torch import Tensor, fx, nn
 
 from deepmoe.errors import UserError
 from deepmoe.graph.capture import capture
-from deepmoe.graph.channels import BATCH, Channels
+from deepmoe.graph.channels import Channels
 from deepmoe.graph.graph import Graph, Group, Layer
 from deepmoe.graph.image_sizes import size_is_fixed, takes
 from deepmoe.graph.network_checks import check_arguments, check_calls, check_weights
 from deepmoe.graph.removal_trials import wrong_after_removal
+from deepmoe.graph.shapes import BATCH
 from deepmoe.progress import progress
 
 SMALL = 64  # pixels a side: enough to tell channels apart, and quick

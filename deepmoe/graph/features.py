@@ -6,8 +6,8 @@ import torch
 from torch import fx
 
 from deepmoe.errors import UserError
-from deepmoe.graph.channels import BATCH, Shapes
 from deepmoe.graph.graph import Graph
+from deepmoe.graph.shapes import BATCH, Shapes
 
 
 def without_classifier(graph: Graph) -> Graph:

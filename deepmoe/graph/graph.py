@@ -8,8 +8,8 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from deepmoe.errors import UserError, reason
-from deepmoe.graph.channels import BATCH
 from deepmoe.graph.image_sizes import shapes_of, takes
+from deepmoe.graph.shapes import BATCH
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from deepmoe.graph.capture import evaluation_mode, one_tensor
-from deepmoe.graph.channels import BATCH, Shapes
+from deepmoe.graph.shapes import BATCH, Shapes
 
 OTHER_SIZES = ((9, 6), (32, 64))  # more than the images that a network is captured with
 LEAST_TRIED = 16  # pixels a side, of smaller images

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from deepmoe.graph.channels import BATCH, Channels, tensors_in
+from deepmoe.graph.channel_numbers import tensors_in
+from deepmoe.graph.channels import Channels
 from deepmoe.graph.graph import Graph
 from deepmoe.graph.narrow import narrowed_skeleton
+from deepmoe.graph.shapes import BATCH
 
 _NONE = torch.zeros(0, dtype=torch.int64)
 # Which groups lose some, and whether these are every other one instead of the last ones.

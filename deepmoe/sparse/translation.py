@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from deepmoe.graph import Gating
-from deepmoe.graph.channels import Shapes
 from deepmoe.graph.gating import compiled
 from deepmoe.graph.graph import Layer
 from deepmoe.graph.operations import NORMS, name_of
 from deepmoe.graph.running import DROPOUTS, Site
+from deepmoe.graph.shapes import Shapes
 from deepmoe.sparse.cutting import Cutting
 from deepmoe.sparse.folding import (
     ACTIVATIONS,
