@@ -30,7 +30,12 @@ from deepmoe.data import open_data
 from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError
 from deepmoe.evaluation import Answers, exit_for_macs
-from deepmoe.evaluation.exits import VOTES, ExitFigures, best_vote, losses_by_temperature
+from deepmoe.evaluation.exit_answers import (
+    VOTES,
+    ExitFigures,
+    best_vote,
+    losses_by_temperature,
+)
 from deepmoe.files import is_newer, write_atomically
 from deepmoe.model import confidence, joint_answer
 from deepmoe.results import with_origin

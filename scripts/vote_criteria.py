@@ -18,7 +18,7 @@ from exit_front import EMBEDDING, NETWORK, SEEDS, Answerer, Front, collected
 from torch import Tensor
 
 from deepmoe.devices import choose_device
-from deepmoe.evaluation.exits import VOTES, losses_by_temperature
+from deepmoe.evaluation.exit_answers import VOTES, losses_by_temperature
 from deepmoe.files import write_atomically
 from deepmoe.model import confidence
 from deepmoe.results import with_origin

@@ -7,15 +7,8 @@ from deepmoe.evaluation.accuracy import Evaluation, evaluate
 from deepmoe.evaluation.batches import Batches
 from deepmoe.evaluation.curve import cost_curve
 from deepmoe.evaluation.cut import cut_to
-from deepmoe.evaluation.exits import (
-    Answers,
-    ExitFigures,
-    collect_answers,
-    exit_certified,
-    exit_for_loss,
-    exit_for_macs,
-    set_exits,
-)
+from deepmoe.evaluation.exit_answers import Answers, ExitFigures, collect_answers
+from deepmoe.evaluation.exits import exit_certified, exit_for_loss, exit_for_macs, set_exits
 from deepmoe.evaluation.gate_record import GateRecord, collect_gates
 from deepmoe.evaluation.memory import Memory, measure_memory
 from deepmoe.evaluation.narrowing import narrowed_model, used_channels

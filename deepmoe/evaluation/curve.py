@@ -13,7 +13,7 @@ from deepmoe.errors import UserError
 from deepmoe.evaluation.accuracy import Evaluation, evaluate
 from deepmoe.evaluation.batches import Batches, batches_for
 from deepmoe.evaluation.cut import refit_norms
-from deepmoe.evaluation.exits import collect_answers
+from deepmoe.evaluation.exit_answers import collect_answers
 from deepmoe.hard_moe import refuse_experts
 from deepmoe.model import DeepMoE
 from deepmoe.progress import followed

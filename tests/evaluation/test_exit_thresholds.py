@@ -30,7 +30,7 @@ from deepmoe.evaluation import (
     exit_for_macs,
     set_exits,
 )
-from deepmoe.evaluation.exits import VOTES, best_vote
+from deepmoe.evaluation.exit_answers import VOTES, best_vote
 from deepmoe.model import DeepMoE, confidence
 from deepmoe.registry import create_model
 from deepmoe.sparse import sparsify
