@@ -50,22 +50,19 @@ def launch(
     log: Path,
     *,
     threads: str,
-    leashed: bool = False,
     folder: str | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Starts `deepmoe` with these arguments.
+    """Starts `deepmoe` with these arguments; it is killed when this process dies.
 
     Args:
         arguments: a verb and what follows it.
         log: file that its output is added to.
         threads: that it computes with.
-        leashed: whether it is killed when this process dies.
         folder: that it is started in; the current one if not given.
     """
-    begin = ["-c", _LEASH, str(os.getpid())] if leashed else ["-m", "deepmoe"]
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, *begin, *arguments],
+            [sys.executable, "-c", _LEASH, str(os.getpid()), *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
             # A Ctrl-C is for this process alone: it asks the runs to stop, once, and they save.
@@ -103,7 +100,7 @@ def run_here(
     place = folder if Path(folder).is_dir() else None
     with Path(log).open("a", encoding="utf-8") as file:
         file.write(f"on {platform.node()}, by process {os.getpid()}\n")
-    process = launch(arguments, Path(log), threads=threads, leashed=True, folder=place)
+    process = launch(arguments, Path(log), threads=threads, folder=place)
     try:
         while process.poll() is None:  # a wish to stop is heard between two looks
             time.sleep(POLL_SECONDS)
