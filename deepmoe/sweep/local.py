@@ -43,8 +43,9 @@ class Worker:
 
     def code(self) -> int | None:
         """The exit code of the command, `None` while it runs; that of a process that was killed."""
+        ended = self._process.poll()  # asked first: what it says last is then there to be read
         told = self._answers.read()
-        return int(told) if told else self._process.poll()
+        return int(told) if told else ended
 
     def terminate(self) -> None:
         """Asks it to end, which makes a run save."""
