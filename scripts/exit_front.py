@@ -13,7 +13,7 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from deepmoe.checkpoint import load_checkpoint
 from deepmoe.config import apply_overrides
@@ -163,7 +162,7 @@ class Front:
             joint_right=joint_right,
             early_loss=unknown,
             loss=unknown,
-            joint_loss=F.cross_entropy(joint, labels, reduction="none").cpu(),
+            joint_loss=unknown,
             vote=vote,
             active=unknown,
             macs=torch.full_like(right, looks + goes_on, dtype=torch.int64),
@@ -179,7 +178,6 @@ class Front:
         one, two = first.of(seed), f"{base}-seed{seed}"
         early, late = self.logits(one, first.by, "holdout"), self.logits(two, NETWORK, "holdout")
         labels = self.labels(two, "holdout")
-
         joint = [joint_answer(late, early, late.new_tensor(vote)) for vote in VOTES]
         losses_VT = torch.stack([losses_by_temperature(z, labels) for z in joint])
         hits_V = torch.stack([(z.argmax(dim=1) == labels).sum() for z in joint])
@@ -260,9 +258,8 @@ def _mean_accuracy(figures: Sequence[ExitFigures]) -> float:
     return statistics.fmean(f.accuracy for f in figures)
 
 
-def front(found: dict[str, np.ndarray]) -> dict[str, Any]:
+def front(runs: Front) -> dict[str, Any]:
     """All figures of the experiment, of the runs that are there."""
-    runs = Front(found)
     vgg16 = [name for share in VGG16 if (name := f"vgg16_{share}") in runs]
     resnet18 = [name for millions in RESNET18 if (name := f"resnet18_{millions}") in runs]
     embeddings = [Answerer(group, EMBEDDING) for group in EMBEDDINGS if group in runs]
@@ -280,14 +277,25 @@ def front(found: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+def write_figures(script: str, about: str, figures_of: Callable[[Front], Any]) -> None:
+    """Finds figures of a sweep's runs, as the command line asks for it, and writes them to a file.
+
+    Args:
+        script: that is called.
+        about: what it does.
+        figures_of: gives them.
+    """
+    parser = argparse.ArgumentParser(description=about.partition("\n")[0])
     parser.add_argument("runs", type=Path, help="folder of the sweep's runs")
     parser.add_argument("--data", default="data", help="folder of CIFAR-100")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     asked = parser.parse_args()
-    figures = front(collected(asked.runs, asked.data))
-    command = f"python scripts/exit_front.py runs/{asked.runs.resolve().name}"
+    figures = figures_of(Front(collected(asked.runs, asked.data)))
+    command = f"python scripts/{script} runs/{asked.runs.resolve().name}"
     result = with_origin(figures, command=command, seed=SEEDS[0], device=choose_device())
-    result["seed"] = "0, 1, 2"
+    result["seed"] = ", ".join(map(str, SEEDS))
     write_atomically(asked.out, (json.dumps(result, indent=2) + "\n").encode())
+
+
+if __name__ == "__main__":
+    write_figures("exit_front.py", __doc__, front)

@@ -5,23 +5,17 @@
 Judged are images that go on where 40 % exit. The test set is not looked at.
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from exit_front import EMBEDDING, NETWORK, SEEDS, Answerer, Front, collected
+from exit_front import EMBEDDING, NETWORK, SEEDS, Answerer, Front, write_figures
 from torch import Tensor
 
-from deepmoe.devices import choose_device
 from deepmoe.evaluation.exit_answers import VOTES, losses_by_temperature
-from deepmoe.files import write_atomically
 from deepmoe.model import confidence
-from deepmoe.results import with_origin
 
 PAIRS = (
     (Answerer("vgg16_12", EMBEDDING), "vgg16_12"),
@@ -82,12 +76,4 @@ def criteria(runs: Front) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", type=Path, help="folder of the sweep's runs")
-    parser.add_argument("--data", default="data", help="folder of CIFAR-100")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
-    asked = parser.parse_args()
-    values = criteria(Front(collected(asked.runs, asked.data)))
-    command = f"python scripts/vote_criteria.py runs/{asked.runs.resolve().name}"
-    result = with_origin(values, command=command, seed=0, device=choose_device())
-    write_atomically(asked.out, (json.dumps(result, indent=2) + "\n").encode())
+    write_figures("vote_criteria.py", __doc__, criteria)

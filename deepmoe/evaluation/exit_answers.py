@@ -175,7 +175,8 @@ def collect_answers(
             raise UserError("the model's outputs are not finite")
         joint_VBC = torch.stack([joint_answer(logits, early, logits.new_tensor(v)) for v in votes])
         joint_loss_VB = [F.cross_entropy(z, labels, reduction="none") for z in joint_VBC.double()]
-        losses_VT += torch.stack([losses_by_temperature(z, labels) for z in joint_VBC]).cpu()
+        if len(votes) > 1:  # one is not chosen
+            losses_VT += torch.stack([losses_by_temperature(z, labels) for z in joint_VBC]).cpu()
         answers = {
             "confidence": confidence(early),
             "early_right": early.argmax(dim=1) == labels,
