@@ -13,7 +13,7 @@ from deepmoe.errors import UserError
 from deepmoe.graph import scale_inputs
 from deepmoe.graph.capture import one_tensor
 from deepmoe.hard_moe import HardMoE
-from deepmoe.model import DeepMoE, check_gated, confidence, joint_answer
+from deepmoe.model import DeepMoE, check_gated, confidence, joint_answer, refuse_sparse
 from deepmoe.ops import at_least_single
 
 
@@ -67,10 +67,7 @@ class ExitingNetwork(nn.Module):
         super().__init__()
         if not isinstance(model, DeepMoE) or model.exit_at is None or model.embedding is None:
             raise UserError("ExitingNetwork takes a model with exits: deepmoe exits makes one")
-        if next(model.network.parameters(), None) is None:
-            raise UserError(
-                "ExitingNetwork takes no sparse model: give it the model that it was made of"
-            )
+        refuse_sparse(model, "ExitingNetwork")
         self.gated = model.gated
         self.rest: nn.Module
         if self.gated:
@@ -133,10 +130,7 @@ class ExpertNetworks(nn.Module):
         super().__init__()
         if not isinstance(model, HardMoE):
             raise UserError("ExpertNetworks takes a model of experts: train it with model.experts")
-        if next(model.network.parameters(), None) is None:
-            raise UserError(
-                "ExpertNetworks takes no sparse model: give it the model that it was made of"
-            )
+        refuse_sparse(model, "ExpertNetworks")
         self.features = copy.deepcopy(model.embedding)
         self.networks = nn.ModuleList(Logits(copy.deepcopy(expert)) for expert in model.network)
         self.register_buffer("centroids", model.centroids.clone())

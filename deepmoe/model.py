@@ -300,6 +300,11 @@ def check_gated(model: Any, taker: str) -> None:
     """Refuses what is no gated model with weights of its own."""
     if not isinstance(model, DeepMoE) or not model.gated:
         raise UserError(f"{taker} takes a gated model: give it deepmoe.gate(network, images)")
+    refuse_sparse(model, taker)
+
+
+def refuse_sparse(model: DeepMoE, taker: str) -> None:
+    """Refuses a model whose base network is packed away."""
     if next(model.network.parameters(), None) is None:
         raise UserError(f"{taker} takes no sparse model: give it the model that it was made of")
 

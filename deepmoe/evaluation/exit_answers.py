@@ -18,7 +18,7 @@ from deepmoe.errors import UserError
 from deepmoe.evaluation.accuracy import Evaluation
 from deepmoe.evaluation.batches import Batches, batches_for, size_of
 from deepmoe.hard_moe import refuse_experts
-from deepmoe.model import DeepMoE, confidence, joint_answer
+from deepmoe.model import DeepMoE, confidence, joint_answer, refuse_sparse
 
 VOTES = tuple(step / 20 for step in range(11))  # of an embedding, that are tried
 TEMPERATURES = tuple(2 ** (step / 4) for step in range(-4, 9))  # that logits are divided by
@@ -157,8 +157,7 @@ def collect_answers(
         raise UserError(
             "the model has no embedding that could answer: train one with model.exits=true"
         )
-    if next(model.network.parameters(), None) is None:
-        raise UserError("exits are fitted to no sparse model: give the model that it was made of")
+    refuse_sparse(model, "set_exits")
     model.check_finite()
     found, size = [], (0, 0)
     own = 0.0 if model.exit_vote is None else float(model.exit_vote)
