@@ -1,9 +1,11 @@
 """How long a training epoch takes: dense twin, joint stage, frozen stage; and where time goes."""
 
+import contextlib
+import itertools
 import re
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,26 +45,29 @@ def bench_train(config: RunConfig, rounds: int = 5) -> "TrainBenchmark":
 
     Returns:
         Median and spread of seconds an epoch by kind, ratios to the dense twin, and milliseconds a
-        batch by phase and, on a GPU, by kind of kernel. Phases are timed one by one, waiting for
-        the device after each, so they add up to more than a batch takes.
+        batch by phase and, on a GPU, by kind of kernel; there also the memory that each needs.
+        Phases are timed one by one, waiting for the device after each, so they add up to more than
+        a batch takes.
     """
     train = replace(config.train, epochs=rounds + 1, finetune_epochs=rounds + 1)
     config = replace(config, train=train)
     fabric = make_fabric(train)
     data = open_data(config.data, batch_size=train.batch_size, device=fabric.device)
     joint, frozen = stages(train)
+    kinds = {"dense": (config.dense, joint), "joint": (config, joint), "frozen": (config, frozen)}
+    contenders: dict[str, _Contender] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    memory: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        contenders = {
-            "dense": _Contender(config.dense, fabric, data, joint, Path(folder)),
-            "joint": _Contender(config, fabric, data, joint, Path(folder)),
-            "frozen": _Contender(config, fabric, data, frozen, Path(folder)),
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        with progress("timing", len(contenders) * (rounds + 1), "epochs") as work:
-            for number in range(rounds + 1):
-                for name, contender in contenders.items():
-                    seconds[name].append(contender.epoch_seconds(number))
-                    work.advance()
+        with progress("timing", len(kinds) * (rounds + 1), "epochs") as work:
+            for number, (name, (own, stage)) in itertools.product(range(rounds + 1), kinds.items()):
+                with peak_memory(fabric.device) as peak:
+                    if name not in contenders:
+                        contenders[name] = _Contender(own, fabric, data, stage, Path(folder))
+                    seconds[name].append(contenders[name].epoch_seconds(number))
+                if not number:  # all that it needs is made in its first epoch
+                    memory.update({name: gib for gib in peak})
+                work.advance()
         warm_up = {name: values.pop(0) for name, values in seconds.items()}
         phases = {name: c.phase_milliseconds() for name, c in contenders.items()}
         kernels = {name: c.kernel_milliseconds() for name, c in contenders.items()}
@@ -81,6 +86,7 @@ def bench_train(config: RunConfig, rounds: int = 5) -> "TrainBenchmark":
         "first_epoch_seconds": warm_up,
         "milliseconds_per_batch": phases,
         "gpu_milliseconds_per_batch": kernels,
+        "gpu_gib": memory,
     }
     return TrainBenchmark(values)
 
@@ -117,6 +123,19 @@ class TrainBenchmark(Benchmark):
             f"{v['model']} on {v['data']}, {v['batches_per_epoch']} batches of {v['batch_size']}; "
             f"{v['device']}, {v['precision']}"
         )
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device) -> Iterator[list[float]]:
+    """GiB of a GPU that what stands under it allocates at its peak; nothing without a GPU."""
+    found: list[float] = []
+    if device.type != "cuda":
+        yield found
+        return
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield found
+    found.append((torch.cuda.max_memory_allocated(device) - before) / 2**30)
 
 
 class _Contender:

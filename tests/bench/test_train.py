@@ -16,6 +16,7 @@ def test_the_bench_times_all_kinds_in_one_run(tmp_path) -> None:
     assert values["seconds_per_epoch"].keys() == values["milliseconds_per_batch"].keys() == kinds
     assert values["ratio_to_dense"].keys() == {"joint", "frozen"}
     assert all(seconds > 0 for seconds in values["seconds_per_epoch"].values())
+    assert values["gpu_gib"] == {}, "counted on a GPU alone"
     phases = {"data", "forward", "backward", "optimizer"}
     assert all(times.keys() == phases for times in values["milliseconds_per_batch"].values())
     record = json.loads(saved.read_text())
