@@ -65,8 +65,8 @@ def bench_train(config: RunConfig, rounds: int = 5) -> "TrainBenchmark":
                     if name not in contenders:
                         contenders[name] = _Contender(own, fabric, data, stage, Path(folder))
                     seconds[name].append(contenders[name].epoch_seconds(number))
-                if not number:  # all that it needs is made in its first epoch
-                    memory.update({name: gib for gib in peak})
+                if not number and peak:  # all that it needs is made in its first epoch
+                    memory[name] = peak[0]
                 work.advance()
         warm_up = {name: values.pop(0) for name, values in seconds.items()}
         phases = {name: c.phase_milliseconds() for name, c in contenders.items()}
