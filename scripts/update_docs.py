@@ -63,7 +63,7 @@ from recipe_tables import (
     targets_table,
 )
 from result_files import BENCHMARKS, EXPERIMENTS, ROOT
-from scale_tables import measured_table, memory_table, plan_table
+from scale_tables import measured_table, plan_table
 
 from deepmoe.analysis.plots import cost_curve_plot
 from deepmoe.costs import format_macs, zoo_costs
@@ -104,7 +104,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "configuration": config_tables,
     "scale-measured": measured_table,
     "scale-plan": plan_table,
-    "scale-memory": memory_table,
     "networks": networks_table,
     "recipe-runs": runs_table,
     "targets": targets_table,
