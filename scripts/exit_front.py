@@ -24,7 +24,7 @@ import torch
 
 from deepmoe.checkpoint import load_checkpoint
 from deepmoe.config import apply_overrides
-from deepmoe.costs import count_costs, dense_macs
+from deepmoe.costs import count_costs, count_macs, dense_macs
 from deepmoe.data import open_data
 from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError
@@ -55,17 +55,19 @@ MILLIONS = (34, 72, 109, 125)  # of MACs, of resnet18
 
 def answers_of(checkpoint: Path, root: str) -> dict[str, np.ndarray]:
     """Logits of a run's embedding and network for held-out and test images, labels, and costs."""
-    device, found = choose_device(), {}
+    device, found, spent = choose_device(), {}, {}
     loaded = load_checkpoint(checkpoint, device)
     model, config = loaded.model.eval(), loaded.config
     precision = choose_precision(config.train.precision, device)
     for name, holdout in zip(SETS, (config.data.holdout, 0), strict=True):
         data = apply_overrides(config, [f"data.root={root}", f"data.holdout={holdout}"]).data
         source = open_data(data, batch_size=500, device=device, info=loaded.info)
-        rows = []
+        rows, spent[name] = [], []
         with torch.inference_mode(), autocast(device, precision):
             for x_BCHW, labels in source.evaluation:
                 gates, early = model.route(x_BCHW)
+                if gates is not None:
+                    spent[name].append(count_macs(model, loaded.info.size, gates).double().cpu())
                 logits = model.gating(model.network, x_BCHW, gates)
                 # In half precision, which holds all that the networks give.
                 answers = (logits, logits if early is None else early)
@@ -73,7 +75,9 @@ def answers_of(checkpoint: Path, root: str) -> dict[str, np.ndarray]:
         for key, parts in zip((NETWORK, EMBEDDING, "y"), zip(*rows, strict=True), strict=True):
             found[f"{name}/{key}"] = torch.cat(parts).numpy()
     costs = count_costs(model, loaded.info.size)
-    numbers = [costs.macs, dense_macs(model, loaded.info.size), costs.embedding_macs]
+    # What gates ask for differs from image to image, and is with all that finds it out.
+    own = round(torch.cat(spent["test"]).mean().item()) if spent["test"] else costs.macs
+    numbers = [own, dense_macs(model, loaded.info.size), costs.embedding_macs]
     return {**found, "costs": np.array(numbers)}
 
 
@@ -116,6 +120,11 @@ class Front:
     def __init__(self, found: dict[str, np.ndarray]) -> None:
         self.found = found
         self.device = choose_device()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all runs."""
+        return sorted({key.partition("/")[0] for key in self.found})
 
     def __contains__(self, group: str) -> bool:
         """Whether a run was trained with all seeds."""

@@ -65,7 +65,7 @@ def bench_train(config: RunConfig, rounds: int = 5) -> "TrainBenchmark":
                     if name not in contenders:
                         contenders[name] = _Contender(own, fabric, data, stage, Path(folder))
                     seconds[name].append(contenders[name].epoch_seconds(number))
-                if not number and peak:  # all that it needs is made in its first epoch
+                if not number and peak:  # later ones find its memory in place
                     memory[name] = peak[0]
                 work.advance()
         warm_up = {name: values.pop(0) for name, values in seconds.items()}
