@@ -11,10 +11,18 @@ from deepmoe.costs import format_macs
 from deepmoe.results import markdown_table
 
 FRONT, VOTE = "cifar100_exits/front", "cifar100_vote/front"
+WHOLE, WHOLE_CIFAR10 = "cifar100_front/front", "cifar10_front/front"
 VOTED = (0.09, 0.12, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)  # of the dense MACs
 WIDTHS = {"vgg16_3": "32-32-64-128", "vgg16_12": "64-64-128-256", "vgg16_30": "64-128-256-512"}
 SHOWN = (0.03, 0.06, 0.09, 0.11, 0.12, 0.2, 0.23, 0.3, 0.4, 0.54)  # of the dense MACs
 KINDS = {"embedding": "embedding", "network": "narrow network"}
+WHOLE_KINDS = {
+    "gates": "the paper's gates",
+    "thin": "thin, from scratch",
+    "pruned": "pruned alone",
+    "embedding": "exits, embedding first",
+    "network": "exits, narrow network first",
+}
 HEADLINE_SHARES = (0.1, 0.62)  # of the dense MACs, in the README's plot
 WITHIN = 0.001  # accuracies that are taken to be equal
 PUBLISHED = {34: (74.5, "BoostNet"), 72: (76.0, "L2W"), 109: (76.0, "L2W, at 72 M")}
@@ -42,6 +50,37 @@ def front_table() -> str:
     header = ["of dense MACs, at most", "pruned alone", "embedding first", "narrow network first"]
     header += ["gain of the embedding", "gain of the narrow network"]
     return f"{markdown_table(header, rows)}\n\n{origin(found)}"
+
+
+def whole_front_table() -> str:
+    """Thin networks and gates beside pruning and exits: both data sets, both networks."""
+    rows = []
+    for data, network, points in _whole_front():
+        for point in points:
+            cells = [_accuracy(point[kind]) if kind in point else "" for kind in WHOLE_KINDS]
+            rows.append((f"{data}, {network}", f"{point['share']:.0%}", *cells))
+    header = ["data, network", "of dense MACs", *WHOLE_KINDS.values()]
+    found = (experiment(name) for name in (FRONT, WHOLE, WHOLE_CIFAR10))
+    return f"{markdown_table(header, rows)}\n\n{origin(*found)}"
+
+
+def _whole_front() -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """Data, network, and what was measured at each cost.
+
+    Of vgg16 on CIFAR-100, pruned networks and those with exits are runs of an experiment before.
+    """
+    whole, cifar10 = (experiment(name)["values"] for name in (WHOLE, WHOLE_CIFAR10))
+    before = {p["share"]: p for p in experiment(FRONT)["values"]["vgg16"]}
+    joined = [
+        {**point, "pruned": pruned(_group(share)), **before[share]}
+        for point in whole["vgg16"]
+        for share in [point["share"]]
+    ]
+    return [
+        ("CIFAR-100", "vgg16", joined),
+        ("CIFAR-100", "resnet56", whole["resnet56"]),
+        ("CIFAR-10", "vgg16", cifar10["vgg16"]),
+    ]
 
 
 def pairs_table() -> str:
@@ -200,13 +239,29 @@ def front_curves() -> dict[str, list[dict[str, Any]]]:
     values = experiment(FRONT)["values"]
     alone = [row for run, row in _static().items() if run.startswith("vgg16_")]
     dense = _static()["vgg16_100"]["macs"]
-    curves = {"pruned alone": [_point(row["macs"], dense, row["accuracy"]) for row in alone]}
+    thin = [point["thin"] for point in experiment(WHOLE)["values"]["vgg16"]]
+    curves = {
+        name: [_point(row["macs"], dense, row["accuracy"]) for row in rows]
+        for name, rows in (("pruned alone", alone), ("thin, from scratch", thin))
+    }
     for kind, name in KINDS.items():
         pairs = [point[kind] for point in values["vgg16"] if kind in point]
         curves[f"{name} first"] = [
             _point(statistics.fmean(pair["macs"]), dense, pair["accuracy"]) for pair in pairs
         ]
     return curves
+
+
+def cifar10_curves() -> dict[str, list[dict[str, Any]]]:
+    """The same of CIFAR-10, with gates."""
+    points = experiment(WHOLE_CIFAR10)["values"]["vgg16"]
+    dense = points[0]["thin"]["macs"] / points[0]["thin"]["macs_share"]
+    return {
+        title: [
+            _point(_mean(point[kind]["macs"]), dense, point[kind]["accuracy"]) for point in points
+        ]
+        for kind, title in WHOLE_KINDS.items()
+    }
 
 
 def headline_curves() -> dict[str, list[dict[str, Any]]]:
@@ -218,6 +273,11 @@ def headline_curves() -> dict[str, list[dict[str, Any]]]:
         title: [point for point in curves[name] if low <= point["macs_share"] <= high]
         for name, title in names.items()
     }
+
+
+def _mean(macs: float | list[float]) -> float:
+    """Of all seeds, for models whose cost depends on them."""
+    return statistics.fmean(macs) if isinstance(macs, list) else macs
 
 
 def _point(macs: float, dense: float, accuracies: list[float]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from benchmark_tables import (
 from compare_tables import held_out_table, methods_table, published_table, small_table
 from config_reference import config_tables
 from exit_tables import (
+    cifar10_curves,
     criteria_table,
     embedding_table,
     field_table,
@@ -39,6 +40,7 @@ from exit_tables import (
     saved_table,
     speed_table,
     vote_table,
+    whole_front_table,
 )
 from exit_tables import targets_table as exit_targets_table
 from experiment_tables import (
@@ -124,6 +126,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper-names": names_table,
     "paper-results": paper_results,
     "exit-front": front_table,
+    "exit-whole": whole_front_table,
     "exit-pairs": pairs_table,
     "exit-saved": saved_table,
     "exit-embeddings": embedding_table,
@@ -155,8 +158,10 @@ DOCUMENTS = [
 PLOTS = {
     ROOT / "docs" / "costs.svg": cost_curves,
     ROOT / "docs" / "exits.svg": front_curves,
+    ROOT / "docs" / "exits-cifar10.svg": cifar10_curves,
     ROOT / "docs" / "headline.svg": headline_curves,
 }
+FROM_FEW_PERCENT = (front_curves, cifar10_curves)  # on a logarithmic scale
 
 
 def filled(text: str) -> str:
@@ -169,8 +174,9 @@ def filled(text: str) -> str:
     )
 
 
-def as_svg(curves: dict[str, list[dict[str, Any]]]) -> str:
+def as_svg(curves_of: Callable[[], dict[str, list[dict[str, Any]]]]) -> str:
     """A plot of accuracy against cost, its points written out in the description."""
+    curves = curves_of()
     points = {
         name: ", ".join(f"{p['accuracy']:.2%} at {p['macs_share']:.1%}" for p in curve)
         for name, curve in curves.items()
@@ -180,12 +186,13 @@ def as_svg(curves: dict[str, list[dict[str, Any]]]) -> str:
     with matplotlib.rc_context({"svg.hashsalt": "deepmoe", "svg.fonttype": "none"}):
         buffer = io.StringIO()
         metadata = {"Date": None, "Creator": None, "Description": description}
-        cost_curve_plot(curves).savefig(buffer, format="svg", metadata=metadata)
+        plot = cost_curve_plot(curves, log=curves_of in FROM_FEW_PERCENT)
+        plot.savefig(buffer, format="svg", metadata=metadata)
     return buffer.getvalue()
 
 
 if __name__ == "__main__":
     for document in [Path(name) for name in sys.argv[1:]] or DOCUMENTS:
         document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
-    for path, curves in PLOTS.items():
-        path.write_text(as_svg(curves()), encoding="utf-8")
+    for path, curves_of in PLOTS.items():
+        path.write_text(as_svg(curves_of), encoding="utf-8")

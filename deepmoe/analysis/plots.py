@@ -77,6 +77,8 @@ def cost_curve_plot(
     curves: Mapping[str, Sequence[dict[str, Any]]],
     points: Mapping[str, tuple[float, float]] | None = None,
     measure: str = "accuracy",
+    *,
+    log: bool = False,
 ) -> Figure:
     """Accuracy against the share of the dense MACs.
 
@@ -84,6 +86,7 @@ def cost_curve_plot(
         curves: evaluations of one model at several costs, by name.
         points: single models by name: share of the dense MACs, and accuracy.
         measure: what accuracy is called.
+        log: shares on a logarithmic scale, for curves that go down to a few percent.
     """
     figure, axes = new_figure(5, 3.2)
     for name, line in curves.items():
@@ -96,6 +99,12 @@ def cost_curve_plot(
     axes.set(xlabel="MACs, % of dense", ylabel=f"{measure}, %")
     if points:
         axes.set_xlim(left=0)
+    if log:
+        axes.set_xscale("log")
+        axes.set_xticks(LOG_TICKS, [str(tick) for tick in LOG_TICKS])
+        axes.minorticks_off()
+        shares = [100 * p["macs_share"] for line in curves.values() for p in line]
+        axes.set_xlim(0.9 * min(shares), 1.1 * max(shares))
     axes.legend(fontsize=8, frameon=False)
     axes.grid(alpha=0.3)
     return figure
@@ -127,6 +136,7 @@ def comparison_plot(table: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
+LOG_TICKS = (1, 2, 3, 6, 12, 25, 50, 100)  # percent of the dense MACs
 MARKERS = "os^vDP*X<>ph"  # colours alone repeat after ten
 
 
