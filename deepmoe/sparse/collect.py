@@ -38,9 +38,8 @@ class Collector:
         out = self._room_for(weight, (len(outs), len(ins), *weight.shape[2:]))
         taps = weight.shape[2] * weight.shape[3]
         sizes = (weight.shape[1], taps, len(outs), len(ins))
-        arrays = [t.data_ptr() for t in (weight, outs, ins, out)]
         pieces = -(-len(outs) // numba_kernels.ROWS)
-        run_on_threads(numba_kernels.collect.ctypes, pieces, [*sizes, *arrays])
+        run_on_threads(numba_kernels.collect.ctypes, pieces, [*sizes, weight, outs, ins, out])
         return out
 
     def _room_for(self, weight: Tensor, shape: tuple[int, ...]) -> Tensor:

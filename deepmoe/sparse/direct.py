@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepmoe.sparse.folding import FoldedLayer
-from deepmoe.sparse.threads import run_on_threads
+from deepmoe.sparse.threads import Runs, run_on_threads, some_of
 
 if TYPE_CHECKING:
     from deepmoe.sparse.direct_kernel import Tile
@@ -60,7 +60,7 @@ class _Form:
         """Row and column of the padded input that stand at each place, for one channel."""
         raise NotImplementedError
 
-    def fill(self, x_CHW: Tensor) -> Tensor:
+    def fill(self, x_CHW: Tensor, run: Runs) -> Tensor:
         """Brings an input into this form, in memory that is used again."""
         from deepmoe.sparse.numba_kernels import arrange
 
@@ -72,8 +72,8 @@ class _Form:
             self.memory = torch.zeros(room)
         if row not in self.places:
             self.places[row] = self._places(row)
-        arrays = [t.data_ptr() for t in (x_CHW, self.places[row], self.memory)]
-        run_on_threads(arrange.ctypes, channels, [self.floats, step, *arrays])
+        arrays = (x_CHW, self.places[row], self.memory)
+        run(arrange.ctypes, channels, [self.floats, step, some_of(channels), *arrays])
         return self.memory
 
     def _places(self, row: int) -> Tensor:
@@ -173,6 +173,7 @@ class DirectConvolution:
         outs: Tensor | None,
         ins: Tensor | None,
         gate: Tensor | None,
+        run: Runs = run_on_threads,
     ) -> Tensor:
         """The convolution with bias, ReLU (and sum before it) and gate of one image.
 
@@ -182,6 +183,7 @@ class DirectConvolution:
             outs: numbers of the active outputs; `None` is all.
             ins: numbers of the active inputs; `None` is all.
             gate: of the active outputs.
+            run: what runs tasks.
         """
         from deepmoe.sparse.direct_kernel import direct_kernel
 
@@ -191,10 +193,10 @@ class DirectConvolution:
         tile = self._tile(outputs)
         groups, blocks = -(-self.vectors // tile.vectors), -(-outputs // tile.outputs)
         out = torch.empty(outputs, step)
-        x, x_step = self._input(x_BCHW)
+        x, x_step = self._input(x_BCHW, run)
         added, added_step = out, 0
         if onto is not None:
-            added, added_step = _in_planes(onto, form.width, step)
+            added, added_step = in_planes(onto, form.width, step)
         arrays = (
             *(x, weight, self.bias, self.ones if gate is None else gate, out, added),
             *(self.numbers if n is None else n for n in (outs, ins)),
@@ -208,24 +210,24 @@ class DirectConvolution:
         else:
             order = (1, blocks, blocks, groups)
         least = ZERO if self.layer.relu else MINUS_INFINITY
-        run_on_threads(
+        run(
             direct_kernel(taps, tile, onto is not None),
             groups * blocks,
             [
                 *(inputs, outputs, self.vectors, *order),
-                *[array.data_ptr() for array in arrays],
-                *(weight.stride(0), x_step, step, added_step, least),
+                *arrays,
+                *(weight.stride(0), x_step, step, added_step, least, some_of(groups * blocks)),
             ],
         )
         strides = (outputs * step, step, form.width, 1)
         self.layer.activate_other(out)
         return out.as_strided((1, outputs, *form.out), strides)
 
-    def _input(self, x_BCHW: Tensor) -> tuple[Tensor, int]:
+    def _input(self, x_BCHW: Tensor, run: Runs) -> tuple[Tensor, int]:
         """The input as planes, and how far these are apart."""
         if self.as_it_is:
-            return _in_planes(x_BCHW, self.form.width, self.step)
-        return self.form.fill(x_BCHW[0]), self.form.floats
+            return in_planes(x_BCHW, self.form.width, self.step)
+        return self.form.fill(x_BCHW[0], run), self.form.floats
 
     def _tile(self, outputs: int) -> "Tile":
         if outputs not in self.tiles:
@@ -246,7 +248,13 @@ def _fastest_tile(vectors: int, outputs: int) -> "Tile":
     return min(fit, key=lambda t: t.cost * t.vectors * -(-vectors // t.vectors))
 
 
-def _in_planes(x_BCHW: Tensor, wide: int, step: int) -> tuple[Tensor, int]:
+def are_planes(x_BCHW: Tensor, wide: int, step: int) -> bool:
+    """Whether values are in rows of this width, and whole vectors can be read from each plane."""
+    last = x_BCHW.storage_offset() + (x_BCHW.shape[1] - 1) * x_BCHW.stride(1) + step
+    return x_BCHW.stride()[2:] == (wide, 1) and 4 * last <= x_BCHW.untyped_storage().nbytes()
+
+
+def in_planes(x_BCHW: Tensor, wide: int, step: int) -> tuple[Tensor, int]:
     """The same values in rows of this width, such that whole vectors can be read from each plane.
 
     That is how this convolution leaves its own results, so that mostly nothing is copied.
@@ -255,10 +263,8 @@ def _in_planes(x_BCHW: Tensor, wide: int, step: int) -> tuple[Tensor, int]:
         The planes, and how far they are apart.
     """
     _, channels, height, width = x_BCHW.shape
-    apart = x_BCHW.stride(1)
-    last = x_BCHW.storage_offset() + (channels - 1) * apart + step
-    if x_BCHW.stride()[2:] == (wide, 1) and 4 * last <= x_BCHW.untyped_storage().nbytes():
-        return x_BCHW, apart
+    if are_planes(x_BCHW, wide, step):
+        return x_BCHW, x_BCHW.stride(1)
     planes = torch.empty(channels, step)
     planes[:, : height * wide].view(channels, height, wide)[:, :, :width].copy_(x_BCHW[0])
     return planes, step

@@ -42,7 +42,8 @@ def direct_kernel(taps: int, tile: Tile, onto: bool):
     addresses of x (inputs, planes), weights (all outputs, all inputs, taps), bias of all outputs,
     gate of each output, out (outputs, positions), values to add before the ReLU; of the number of
     each output, of each input, and the place of each tap in a plane; floats of a row of weights,
-    from one plane of x to the next, of out, of the values; the least sum, as the bits of a float.
+    from one plane of x to the next, of out, of the values; the least sum, as the bits of a float;
+    pieces to claim at a time.
 
     Args:
         taps: of the kernel.
@@ -57,15 +58,23 @@ def direct_kernel(taps: int, tile: Tile, onto: bool):
     row, x_step, out_step, values_step = (code.argument(i) for i in range(18, 22))
     least = code.splat(b.bitcast(b.trunc(code.argument(22), SHORT), FLOAT))
 
-    claim, work, sum_up, store, done = (
-        code.label(n) for n in ("claim", "work", "sum", "out", "end")
+    some = code.argument(23)
+
+    claim, begin, work, sum_up, store, done = (
+        code.label(n) for n in ("claim", "begin", "work", "sum", "out", "end")
     )
     b.branch(claim)
     b.position_at_end(claim)
-    piece = b.atomic_rmw("add", code.block, INT(1), "monotonic")
-    b.cbranch(b.icmp_signed("<", piece, pieces), work, done)
+    claimed = b.atomic_rmw("add", code.block, some, "monotonic")
+    b.cbranch(b.icmp_signed("<", claimed, pieces), begin, done)
+
+    b.position_at_end(begin)
+    behind = code.least(b.add(claimed, some), pieces)
+    b.branch(work)
 
     b.position_at_end(work)
+    piece = b.phi(INT)
+    piece.add_incoming(claimed, begin)
     # The last tile of either side starts early rather than being a smaller one.
     first, start = (
         code.least(b.mul(b.srem(b.sdiv(piece, by), among), INT(size)), b.sub(all_, INT(size)))
@@ -117,7 +126,9 @@ def direct_kernel(taps: int, tile: Tile, onto: bool):
             y = b.fadd(y, code.load_vector(other, v)) if onto else y
             y = b.select(b.fcmp_ordered("<", y, least), least, y)
             code.store_vector(b.fmul(y, times), to, v)
-    b.branch(claim)
+    next_piece = b.add(piece, INT(1))
+    piece.add_incoming(next_piece, store)
+    b.cbranch(b.icmp_signed("<", next_piece, behind), work, claim)
     b.position_at_end(done)
     b.ret_void()
     return code.compiled()

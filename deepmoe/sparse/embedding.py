@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,20 +13,28 @@ from deepmoe.layers import ConvNormReLU, ShallowEmbedding
 from deepmoe.model import Embedding
 from deepmoe.network_embedding import NetworkEmbedding
 from deepmoe.ops import is_half
+from deepmoe.sparse.chain import StaticNetwork
 from deepmoe.sparse.convolution import Convolution, cudnn_runs
 from deepmoe.sparse.executors import FixedExecutor, whole_network
 from deepmoe.sparse.folding import fold, norm_as_affine
+from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.translation import translate
 
 GEOMETRY = {"stride": (2, 2), "padding": (1, 1)}
 
 
 def fast_embedding(
-    embedding: Embedding, dtype: torch.dtype
+    embedding: Embedding, dtype: torch.dtype, planner: Planner[Any]
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """A function that gives the mixture weights and class logits that an embedding gives."""
+    """A function that gives the mixture weights and class logits that an embedding gives.
+
+    Args:
+        embedding: in evaluation mode.
+        dtype: to run in.
+        planner: chooses between ways to run a network in the embedding's place.
+    """
     if isinstance(embedding, NetworkEmbedding):
-        return FastNetwork(embedding, dtype)
+        return FastNetwork(embedding, dtype, planner)
     assert isinstance(embedding, ShallowEmbedding)
     return FastEmbedding(embedding, dtype)
 
@@ -37,18 +46,28 @@ class FoldedNetwork:
         network: which is copied.
         graph: of the network.
         dtype: to run in.
+        planner: chooses between ways to run it; `None`, and there is one only.
     """
 
-    def __init__(self, network: nn.Module, graph: Graph, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        graph: Graph,
+        dtype: torch.dtype,
+        planner: Planner[Any] | None = None,
+    ) -> None:
         self.dtype = dtype
         copied, gating, _ = Gating(graph, ()).narrow(network, [])
-        self.program = translate(copied.eval(), gating, dtype)
-        self.whole = FixedExecutor(whole_network(self.program))
+        program = translate(copied.eval(), gating, dtype)
+        self.whole = FixedExecutor(whole_network(program))
+        self.run: Callable[[Tensor], Tensor] = partial(program.whole, self.whole)
+        if planner is not None:
+            self.run = StaticNetwork("first", program.whole, program.layers, self.whole, planner)
 
     def __call__(self, x_BCHW: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         """Its output, from images in any memory format; of any size, whatever is said of it."""
         best = torch.channels_last if x_BCHW.is_cuda else torch.preserve_format
-        return self.program.whole(self.whole, x_BCHW.to(self.dtype, memory_format=best))
+        return self.run(x_BCHW.to(self.dtype, memory_format=best))
 
     @property
     def bytes(self) -> int:
@@ -62,11 +81,14 @@ class FastNetwork:
     Args:
         embedding: in evaluation mode.
         dtype: to run in.
+        planner: chooses between ways to run it.
     """
 
-    def __init__(self, embedding: NetworkEmbedding, dtype: torch.dtype) -> None:
+    def __init__(
+        self, embedding: NetworkEmbedding, dtype: torch.dtype, planner: Planner[Any]
+    ) -> None:
         self.embedding = embedding
-        self.network = FoldedNetwork(embedding.network, embedding.graph, dtype)
+        self.network = FoldedNetwork(embedding.network, embedding.graph, dtype, planner)
 
     def __call__(self, x_BCHW: Tensor) -> tuple[Tensor, Tensor]:
         """Mixture weights e_BD and class logits, from images in any memory format."""

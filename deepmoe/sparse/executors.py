@@ -103,13 +103,14 @@ def whole_network(program: Program) -> Parts:
     return Parts(program.layers, program.norms, parameters)
 
 
-class MaskedExecutor(Executor):
-    """Runs all channels and multiplies them by the gates: dense, whatever the gates are."""
+class BesideFixed(Executor):
+    """Leaves to layers as they are what it does not do itself."""
 
-    def __init__(self, fixed: FixedExecutor, sites: Sequence[Site | None], gates: Gates) -> None:
+    def __init__(self, fixed: FixedExecutor) -> None:
         self.fixed = fixed
-        self.sites = sites
-        self.gates = gates
+
+    def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
+        return self.fixed.convolve(path, x_BCHW)
 
     def convolve_onto(self, path: str, x_BCHW: Tensor, stream_BCHW: Tensor) -> Tensor:
         return self.fixed.convolve_onto(path, x_BCHW, stream_BCHW)
@@ -122,6 +123,18 @@ class MaskedExecutor(Executor):
 
     def parameter(self, name: str) -> Tensor:
         return self.fixed.parameter(name)
+
+    def gate(self, site: int, x: Tensor) -> Tensor:
+        return self.fixed.gate(site, x)
+
+
+class MaskedExecutor(BesideFixed):
+    """Runs all channels and multiplies them by the gates: dense, whatever the gates are."""
+
+    def __init__(self, fixed: FixedExecutor, sites: Sequence[Site | None], gates: Gates) -> None:
+        super().__init__(fixed)
+        self.sites = sites
+        self.gates = gates
 
     def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
         return self.fixed.convolutions[path](x_BCHW, gate_BC=self._scale(path))

@@ -15,10 +15,12 @@ from deepmoe.graph import Gating, evaluation_mode
 from deepmoe.hard_moe import HardMoE
 from deepmoe.layers import GateHeads, Gates
 from deepmoe.model import DeepMoE, DeepMoEOutput
+from deepmoe.sparse.chain import LIBRARY, StaticNetwork
 from deepmoe.sparse.code_networks import CodeNetworks
 from deepmoe.sparse.dynamic import DynamicNetwork
 from deepmoe.sparse.embedding import fast_embedding
 from deepmoe.sparse.executors import (
+    Executor,
     FixedExecutor,
     MaskedExecutor,
     SmallNetwork,
@@ -37,7 +39,7 @@ PLANNING_IMAGES = 13  # after so many, the dynamic network has planned its own l
 ROUNDING = 1e-5  # by which a mixture of weights may come out above the largest of them
 MOST_ROUTES_ON_GPU = 8  # each route is a network of its own, too small to fill a GPU
 # Where nothing is measured: a GPU gains nothing from a few channels less in small batches.
-PREFERRED, PREFERRED_ON_GPU = ("codebook", "dynamic"), ("codebook", "dense")
+PREFERRED, PREFERRED_ON_GPU = ("codebook", "dynamic", LIBRARY), ("codebook", "dense")
 
 
 def sparsify(
@@ -138,6 +140,9 @@ class SparseModel(InferenceModel):
         self.set_up(device)
         preferred = PREFERRED_ON_GPU if device.type == "cuda" else PREFERRED
         self.planner: Planner[Hashable] = Planner(preferred, None if plan is None else plan.network)
+        self.static = StaticNetwork(
+            "whole", self._run_layers, self.program.layers, self.whole, self.planner
+        )
         self.side_stream = SideStream(device)
         self.dense_shapes: set[torch.Size] = set()  # whose last batch ran all channels, on a GPU
         self.dynamic = DynamicNetwork(
@@ -157,7 +162,7 @@ class SparseModel(InferenceModel):
         like = next(model.parameters())
         self.place = nn.Parameter(like.new_empty(0), requires_grad=False)
         if self.embedding is not None:
-            self.fast_embedding = fast_embedding(self.embedding, dtype)
+            self.fast_embedding = fast_embedding(self.embedding, dtype, self.planner)
         # Whether the first layer brings images into the memory format and precision that it likes.
         self.takes_any_image = self.program.starts_with_convolution and ImageConvolution.takes(
             next(iter(self.program.layers.values()))
@@ -215,7 +220,7 @@ class SparseModel(InferenceModel):
             looked: what the embedding gives for them, if it has looked at them already.
         """
         if self.heads is None:
-            return self._run("whole", self._run_whole, x_BCHW), None, None
+            return self._run("whole", self.static, x_BCHW), None, None
         size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
         prepare = self._find_routes if self.small_networks is None else self._find_codes
         g_BC, embedding_logits, features, *found = self._run("prepare", prepare, x_BCHW, *looked)
@@ -339,14 +344,14 @@ class SparseModel(InferenceModel):
         self.side_stream.join(features)
         return g_BC, embedding_logits, features
 
-    def _features(self, x_BCHW: Tensor) -> Tensor:
+    def _features(self, x_BCHW: Tensor, executor: Executor | None = None) -> Tensor:
         images = x_BCHW if self.takes_any_image else self._converted(x_BCHW)
-        return self.program.start(self.whole, images)
+        return self.program.start(executor or self.whole, images)
 
-    def _run_whole(self, x_BCHW: Tensor) -> Tensor:
+    def _run_layers(self, executor: Executor, x_BCHW: Tensor) -> Tensor:
         """Logits by all channels, without gates."""
         size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
-        return self.program.go_on(self.whole, self._features(x_BCHW), size)
+        return self.program.go_on(executor, self._features(x_BCHW, executor), size)
 
     def _split(self, g_BC: Tensor) -> Gates:
         return g_BC.split(self.gating.widths, dim=1)

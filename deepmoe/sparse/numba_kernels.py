@@ -12,7 +12,7 @@ next piece of work, the number of pieces, and sizes and addresses of arrays.
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 
 GROUP = 8  # rows that are added at once, so that sums are loaded and stored less often
@@ -21,14 +21,20 @@ ROWS = 8  # output channels that one piece of `collect` copies
 
 
 @intrinsic
-def _claim(typing_context, block):
-    """The number of the next piece; no other thread gets the same."""
+def _claim_some(typing_context, block, count):
+    """The number of the next piece; that many from it on are this thread's alone."""
 
     def code(context, builder, signature, arguments):
         counter = builder.bitcast(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+        return builder.atomic_rmw("add", counter, arguments[1], "monotonic")
 
-    return types.int64(types.voidptr), code
+    return types.int64(types.voidptr, types.int64), code
+
+
+@njit(inline="always")
+def _claim(block):
+    """The number of the next piece; no other thread gets the same."""
+    return _claim_some(block, 1)
 
 
 def _pointer_to(dtype):
@@ -46,6 +52,11 @@ def _pointer_to(dtype):
 _floats, _integers, _longs = (
     _pointer_to(dtype) for dtype in (types.float32, types.int32, types.int64)
 )
+
+
+@njit(inline="always")
+def _larger(one, other):
+    return other if other > one or other != other else one
 
 
 @cfunc("void(voidptr)", cache=True, nopython=True)
@@ -198,20 +209,75 @@ def finish(block):
 def arrange(block):
     """out[c, i] = x[c, places[i]], or zero where a place is negative.
 
-    Arguments: places, from one channel of x to the next; x, places, out.
+    Arguments: places, from one channel of x to the next, channels to claim at a time; x, places,
+    out.
     """
-    args = carray(block, 7, dtype=np.int64)
-    count, step = args[2], args[3]
-    x = carray(_floats(args[4]), 1)
-    places = carray(_integers(args[5]), count)
-    out = carray(_floats(args[6]), (args[1], count))
+    args = carray(block, 8, dtype=np.int64)
+    count, step, some = args[2], args[3], args[4]
+    x = carray(_floats(args[5]), 1)
+    places = carray(_integers(args[6]), count)
+    out = carray(_floats(args[7]), (args[1], count))
     while True:
-        c = _claim(block)
-        if c >= args[1]:
+        first = _claim_some(block, some)
+        if first >= args[1]:
             break
-        start = c * step
-        to = out[c]
-        for i in range(count):
-            place = places[i]
-            value = x[start + max(place, 0)]
-            to[i] = value if place >= 0 else np.float32(0.0)
+        for c in range(first, min(first + some, args[1])):
+            start = c * step
+            to = out[c]
+            for i in range(count):
+                place = places[i]
+                value = x[start + max(place, 0)]
+                to[i] = value if place >= 0 else np.float32(0.0)
+
+
+@cfunc("void(voidptr)", cache=True, nopython=True)
+def channels_last(block):
+    """out[y, x, c] = planes[c, y, x], a row of positions at a time.
+
+    Arguments: channels, width, from one plane to the next, from one row to the next; planes, out.
+    """
+    args = carray(block, 8, dtype=np.int64)
+    channels, width, step, row = args[2], args[3], args[4], args[5]
+    planes = carray(_floats(args[6]), 1)
+    out = carray(_floats(args[7]), (args[1], width, channels))
+    while True:
+        y = _claim(block)
+        if y >= args[1]:
+            break
+        for x in range(width):
+            to = out[y, x]
+            for c in range(channels):
+                to[c] = planes[c * step + y * row + x]
+
+
+@cfunc("void(voidptr)", cache=True, nopython=True)
+def max_pool(block):
+    """The maxima of squares, a plane at a time; not a number where one of the values is none.
+
+    Arguments: side of the squares, from one to the next, height and width of the output, from one
+    plane of x to the next, from one row to the next, planes to claim at a time; x, out.
+    """
+    args = carray(block, 11, dtype=np.int64)
+    size, stride, height, width, step, row = args[2], args[3], args[4], args[5], args[6], args[7]
+    some = args[8]
+    x = carray(_floats(args[9]), 1)
+    out = carray(_floats(args[10]), (args[1] * height, width))
+    while True:
+        first = _claim_some(block, some)
+        if first >= args[1]:
+            break
+        for line in range(first * height, min(first + some, args[1]) * height):
+            start = line // height * step + line % height * stride * row
+            to = out[line]
+            if size == 2 and stride == 2:  # constants let the compiler take vectors
+                for j in range(width):
+                    at = start + 2 * j
+                    top = _larger(x[at], x[at + 1])
+                    to[j] = _larger(top, _larger(x[at + row], x[at + row + 1]))
+                continue
+            for j in range(width):
+                most = np.float32(-np.inf)
+                for k in range(size):
+                    for n in range(size):
+                        most = _larger(most, x[start + k * row + j * stride + n])
+                to[j] = most

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepmoe.sparse.folding import FoldedLayer
-from deepmoe.sparse.threads import run_on_threads
+from deepmoe.sparse.threads import Runs, run_on_threads
 
 MOST_POSITIONS = 64  # beyond, a library's convolution is faster in any case
 LANES = 64  # blocks of outputs are multiples of it
@@ -48,6 +48,7 @@ class StreamedWeights:
         outs: Tensor | None,
         ins: Tensor | None,
         gate: Tensor | None,
+        run: Runs = run_on_threads,
     ) -> Tensor:
         """The convolution of one image with bias, ReLU (and sum before it) and gate.
 
@@ -58,6 +59,7 @@ class StreamedWeights:
             outs: numbers of the active outputs; `None` is all.
             ins: numbers of the active inputs; `None` is all.
             gate: of the active outputs.
+            run: what runs tasks.
         """
         from deepmoe.sparse import numba_kernels as kernels
 
@@ -70,20 +72,16 @@ class StreamedWeights:
         rows = torch.empty(positions, chunks, room, dtype=torch.int32)
         counts = torch.empty(positions, chunks, dtype=torch.int32)
         geometry = (*self.kernel, layer.stride[0], layer.padding[0], layer.dilation[0], width)
-        lists = [t.data_ptr() for t in (values, rows, counts)]
-        run_on_threads(
+        lists = (values, rows, counts)
+        run(
             kernels.list_inputs.ctypes,
             positions,
-            [*x_HWC.shape, *geometry, chunks, room, x_HWC.data_ptr(), ins.data_ptr(), *lists],
+            [*x_HWC.shape, *geometry, chunks, room, x_HWC, ins, *lists],
         )
         blocks, n_rows, outputs = self.rows.shape
         sizes = (positions, chunks, room, n_rows, outputs)
         sums = torch.empty(blocks, positions, outputs)
-        run_on_threads(
-            kernels.stream.ctypes,
-            blocks,
-            [*sizes, self.rows.data_ptr(), *lists, sums.data_ptr()],
-        )
+        run(kernels.stream.ctypes, blocks, [*sizes, self.rows, *lists, sums])
         count = self.outputs if outs is None else outs.shape[0]
         y = torch.empty(1, count, height, width)
         arrays = (
@@ -91,10 +89,10 @@ class StreamedWeights:
             *(self.ones if gate is None else gate, y),
         )
         relu = layer.relu and onto is None
-        run_on_threads(
+        run(
             kernels.finish.ctypes,
             torch.get_num_threads(),
-            [count, positions, outputs, *[t.data_ptr() for t in arrays], relu],
+            [count, positions, outputs, *arrays, int(relu)],
         )
         if onto is not None:
             y = F.relu(y + onto) if layer.relu else y + onto

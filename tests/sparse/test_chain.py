@@ -1,0 +1,177 @@
+"""All convolutions of a network in one call, against the network itself."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import randomise_statistics
+from torch import Tensor, nn
+
+from deepmoe.graph import Gating, describe
+from deepmoe.model import DeepMoE
+from deepmoe.registry import create_model, list_models
+from deepmoe.sparse import Plan, SparseModel, sparsify, threads
+from deepmoe.sparse.chain import CHAINED, LIBRARY, Chain, ChainedNetwork
+from deepmoe.sparse.planner import in_words
+from deepmoe.sparse.threads import some_of
+
+SIZES = {"vgg": (33, 47), "resnet": (29, 31), "drn": (33, 41)}
+ALLOWED = 1e-4  # relative error
+
+
+@pytest.fixture(params=["1 thread", "2 threads", "8 threads", "pool"])
+def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """More threads than there are cores among them: none may wait for one that has not begun."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if request.param == "pool" else int(request.param[0]))
+    if request.param == "pool":
+        monkeypatch.setattr(threads, "_openmp_parallel", lambda: None)
+    yield
+    torch.set_num_threads(before)
+
+
+def made(name: str, **options: object) -> DeepMoE:
+    torch.manual_seed(0)
+    model = create_model(name, gates=None, **options).eval()
+    randomise_statistics(model)
+    return model
+
+
+def case_of(x_BCHW: Tensor) -> tuple:
+    return ("whole", *x_BCHW.shape[1:], torch.get_num_threads())
+
+
+def chained(model: DeepMoE, *images: Tensor) -> SparseModel:
+    """The engine, told to take the chain for images of these sizes."""
+    return sparsify(model, plan=Plan({in_words(case_of(x)): CHAINED for x in images}))
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", list_models())
+def test_every_model_of_the_zoo(name: str) -> None:
+    model = made(name, wide=0.25, classes=7)
+    size = next(size for kind, size in SIZES.items() if name.startswith(kind))
+    images = [torch.randn(1, 3, *size) for _ in range(3)]
+    sparse = chained(model, images[0])
+    for x in images:  # the second run finds what the first has left
+        assert error(sparse(x).logits, model(x).logits) <= ALLOWED
+    network = sparse.static.chained[case_of(images[0])]
+    assert network.layers >= 2 * network.chains, "layers go on with a chain, they don't begin one"
+
+
+@torch.inference_mode()
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize(("name", "size"), [("vgg16", (32, 32)), ("resnet18_cifar", (32, 32))])
+def test_any_number_of_threads(name: str, size: tuple[int, int]) -> None:
+    model = made(name, wide=0.3, classes=10)
+    x = torch.randn(1, 3, *size)
+    sparse, expected = chained(model, x), model(x).logits
+    first = sparse(x).logits
+    assert error(first, expected) <= ALLOWED
+    for _ in range(30):  # whoever comes first to a piece, sums are the same
+        assert torch.equal(sparse(x).logits, first)
+
+
+@torch.inference_mode()
+def test_all_of_vgg_is_one_call() -> None:
+    model, x = made("vgg16", wide=0.3), torch.randn(1, 3, 32, 32)
+    sparse = chained(model, x)
+    sparse(x)
+    network = sparse.static.chained[case_of(x)]
+    assert (network.layers, network.chains) == (13, 1)
+
+
+class AllConvolutions(nn.Module):
+    """Ends with a convolution, whose output it gives as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 20, 3, padding=1)
+        self.second = nn.Conv2d(20, 24, 3, stride=2, padding=1)
+        self.last = nn.Conv2d(24, 6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.second(F.relu(self.first(x))))).flatten(1)
+
+
+@torch.inference_mode()
+def test_results_are_not_written_over_by_the_next_run() -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        network = AllConvolutions().eval()
+        graph = describe(network, torch.randn(2, 3, 16, 16))
+        model = DeepMoE(None, None, network, Gating(graph, ()))
+    first, second = torch.randn(2, 1, 3, 16, 16)
+    sparse = chained(model.eval(), first)
+    given = sparse(first).logits
+    before = given.clone()
+    sparse(second)
+    assert torch.equal(given, before)
+    assert error(given, model(first).logits) <= ALLOWED
+
+
+@torch.inference_mode()
+def test_sizes_batches_and_threads_may_change_from_call_to_call() -> None:
+    model = made("vgg16", wide=0.2, classes=5)
+    small, large = torch.randn(1, 3, 32, 32), torch.randn(1, 3, 40, 56)
+    sparse, before = chained(model, small, large), torch.get_num_threads()
+    try:
+        for count in (1, 2, 1):
+            torch.set_num_threads(count)
+            for x in (small, large, torch.randn(3, 3, 32, 32), small):
+                assert error(sparse(x).logits, model(x).logits) <= ALLOWED
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def test_pixels_that_are_no_numbers_are_told() -> None:
+    model, x = made("vgg11", wide=0.25), torch.randn(1, 3, 32, 32)
+    sparse = chained(model, x)
+    good = sparse(x).logits
+    x_bad = x.clone()
+    x_bad[0, 1, 5, 5] = float("nan")
+    assert sparse(x_bad).logits.isnan().all() == model(x_bad).logits.isnan().all()
+    assert torch.equal(sparse(x).logits, good), "nothing of it is left"
+
+
+@torch.inference_mode()
+def test_the_faster_way_is_found_and_kept() -> None:
+    model, x = made("vgg16", wide=0.2), torch.randn(1, 3, 32, 32)
+    sparse = sparsify(model)
+    for _ in range(16):
+        logits = sparse(x).logits
+    chosen = sparse.plan.network[in_words(case_of(x))]
+    assert chosen in (LIBRARY, CHAINED)
+    again = sparsify(model, plan=sparse.plan)
+    assert torch.equal(again(x).logits, logits), "the same plan, the same bits"
+    assert sparsify(model, plan=Plan())(x).logits.shape == logits.shape, "an empty plan is enough"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("size", "stride"), [(2, 2), (3, 2), (3, 1), (2, 3), (5, 5)])
+def test_maxima_of_squares(size: int, stride: int) -> None:
+    from deepmoe.sparse.numba_kernels import max_pool
+
+    wide = torch.randn(7, 13, 20)
+    wide[2, 4, 5] = float("nan")
+    x = wide[:, :, :17]
+    expected = F.max_pool2d(x, size, stride)
+    out, chain = torch.empty_like(expected), Chain()
+    shape = (size, stride, *expected.shape[1:], x.stride(0), x.stride(1))
+    chain.add(max_pool.ctypes, len(x), [*shape, some_of(len(x)), x, out])
+    chain.close()
+    for _ in range(2):
+        chain.run()
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_network_without_such_layers_has_an_empty_chain() -> None:
+    network = ChainedNetwork(lambda run, x: x * 2, {}, None, torch.zeros(1, 3, 4, 4))
+    x = torch.randn(1, 3, 4, 4)
+    assert network.layers == 0
+    torch.testing.assert_close(network(x), 2 * x)
