@@ -1,6 +1,6 @@
 """What looks at the image first, as inference runs it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from deepmoe.network_embedding import NetworkEmbedding
 from deepmoe.ops import is_half
 from deepmoe.sparse.chain import StaticNetwork
 from deepmoe.sparse.convolution import Convolution, cudnn_runs
-from deepmoe.sparse.executors import FixedExecutor, whole_network
+from deepmoe.sparse.executors import Executor, FixedExecutor, Parts, whole_network
 from deepmoe.sparse.folding import fold, norm_as_affine
 from deepmoe.sparse.planner import Planner
 from deepmoe.sparse.translation import translate
@@ -31,12 +31,12 @@ def fast_embedding(
     Args:
         embedding: in evaluation mode.
         dtype: to run in.
-        planner: chooses between ways to run a network in the embedding's place.
+        planner: chooses between ways to run it.
     """
     if isinstance(embedding, NetworkEmbedding):
         return FastNetwork(embedding, dtype, planner)
     assert isinstance(embedding, ShallowEmbedding)
-    return FastEmbedding(embedding, dtype)
+    return FastEmbedding(embedding, dtype, planner)
 
 
 class FoldedNetwork:
@@ -102,9 +102,12 @@ class FastEmbedding:
         embedding: in evaluation mode.
         dtype: of the convolutions. In half precision, values are rounded where the embedding
             network itself rounds them under autocast: an image must not take another route here.
+        planner: chooses between ways to run the convolutions.
     """
 
-    def __init__(self, embedding: ShallowEmbedding, dtype: torch.dtype) -> None:
+    def __init__(
+        self, embedding: ShallowEmbedding, dtype: torch.dtype, planner: Planner[Any]
+    ) -> None:
         self.embedding = embedding
         self.dtype = dtype
         self.own = embedding.project.weight.dtype
@@ -112,9 +115,13 @@ class FastEmbedding:
         convs = [conv for conv in embedding.convs if isinstance(conv, ConvNormReLU)]
         self.steps: list[Callable[[Tensor], Tensor]] = []
         if dtype == self.own:
+            layers = {
+                str(number): fold(conv.conv, conv.bn, dtype, activation="relu", **GEOMETRY)
+                for number, conv in enumerate(convs)
+            }
+            fixed = FixedExecutor(Parts(layers, {}, {}))
             self.steps = [
-                Convolution(fold(conv.conv, conv.bn, dtype, activation="relu", **GEOMETRY))
-                for conv in convs
+                StaticNetwork("embedding", partial(_all_of, layers), layers, fixed, planner)
             ]
         elif self.mixed and cudnn_runs(embedding.project.weight.to(dtype)):
             self.steps = [_RoundedConvolution(conv, dtype) for conv in convs]
@@ -135,6 +142,13 @@ class FastEmbedding:
         if not self.mixed and not torch.is_autocast_enabled(device):
             return nullcontext()
         return torch.autocast(device, self.dtype, enabled=self.mixed)
+
+
+def _all_of(layers: Iterable[str], run: Executor, x_BCHW: Tensor) -> Tensor:
+    """One convolution after the other."""
+    for path in layers:
+        x_BCHW = run.convolve(path, x_BCHW)
+    return x_BCHW
 
 
 class _RoundedConvolution:
