@@ -68,7 +68,7 @@ class SparseBenchmark(Benchmark):
         coded = values["codebook_ms"] is not None and values["codebook_ms"] < values["dynamic_ms"]
         ms, name = values["codebook_ms" if coded else "dynamic_ms"], "sparse" + " by codes" * coded
         dense, limit = values["dense_wide_ms"], values.get("presliced_ms")
-        end = "" if limit is None else f"; limit {milliseconds(limit)}"
+        end = "" if limit is None else f"; limit {milliseconds(limit)} ms"
         times = f"dense {milliseconds(dense)} ms, {name} {milliseconds(ms)} ms"
         return f"{times}: {compared(ms, dense)}{end}"
 

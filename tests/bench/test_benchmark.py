@@ -33,11 +33,16 @@ SPARSE = {
     "dtype": "float32",
     "threads": 2,
 }
+TRAIN = {
+    **{"model": "vgg16", "data": "digits", "batches_per_epoch": 2},
+    **{"batch_size": 64, "device": "cpu", "precision": "32-true", "gpu_gib": {}},
+    "seconds_per_epoch": {"dense": 10.0, "joint": 12.0, "frozen": 11.0},
+}
 
 
 def test_the_sparse_engine_is_told_in_one_sentence() -> None:
     found = SparseBenchmark(SPARSE, Plan())
-    sentence = "dense 24.6 ms, sparse 12.5 ms: 2.0 times as fast; limit 11.1"
+    sentence = "dense 24.6 ms, sparse 12.5 ms: 2.0 times as fast; limit 11.1 ms"
     assert str(found).splitlines()[0] == found.sentence == sentence
     assert [t.name for t in found.timed()] == ["dense", "sparse", "limit"]
     assert "masked" not in str(found) and "not widened" not in str(found)
@@ -67,13 +72,7 @@ def test_the_sparse_engine_is_told_in_one_sentence() -> None:
             "accuracy 99.00% and 98.00%",
         ),
         (
-            TrainBenchmark(
-                {
-                    **{"model": "vgg16", "data": "digits", "batches_per_epoch": 2},
-                    **{"batch_size": 64, "device": "cpu", "precision": "32-true"},
-                    "seconds_per_epoch": {"dense": 10.0, "joint": 12.0, "frozen": 11.0},
-                }
-            ),
+            TrainBenchmark(TRAIN),
             "an epoch takes 10.0 s dense, 12.0 s gated (1.20 times as long) and 11.0 s with frozen "
             "gates",
         ),
@@ -89,6 +88,13 @@ def test_benchmarks_are_results(found: Benchmark, sentence: str | None) -> None:
     assert [bar.get_width() for bar in axes.patches] == [t.time for t in found.timed()]
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.values = {}
+
+
+def test_training_on_a_gpu_tells_its_memory() -> None:
+    gib = {"dense": 3.84, "joint": 4.11, "frozen": 4.0}
+    on_gpu = TrainBenchmark({**TRAIN, "device": "cuda", "gpu_gib": gib})
+    assert on_gpu.setting().endswith("; GPU memory, GiB: dense 3.8, joint 4.1, frozen 4.0")
+    assert "memory" not in TrainBenchmark(TRAIN).setting()
 
 
 def test_times_are_compared_in_words() -> None:
