@@ -22,6 +22,7 @@ SPARSE = {
     "dynamic_ms": 12.5,
     "codebook_ms": None,
     "spread_ms": {"dynamic": [12.1, 13.0]},
+    "ways": {"dynamic": "dynamic"},
     "max_error": 1e-6,
     "rerouted": 0,
     "routes": 2,
@@ -49,6 +50,12 @@ def test_the_sparse_engine_is_told_in_one_sentence() -> None:
     assert "masked_ms: 30" in found.details() and "spread_ms.dynamic: 12.1, 13" in found.details()
     for timed in found.timed():
         assert f"{timed.name}: {timed.meaning}" in str(found)  # the legend
+    packed = {"dense_wide_packed_ms": 14.0, "presliced_packed_ms": 9.5}
+    all_run = SparseBenchmark({**SPARSE, **packed, "ways": {"dynamic": "dense"}}, Plan())
+    assert all_run.sentence.endswith(
+        "; limit 9.5 ms; no channel is skipped: running them all is faster here"
+    )
+    assert [t.time for t in all_run.timed()] == [24.6, 14.0, 12.5, 9.5]  # the engine's own share
     wide = SparseBenchmark({**SPARSE, "widened": True, "codebook_ms": 11.2}, Plan())
     assert "sparse by codes 11.2 ms: 2.2 times as fast" in wide.sentence
     assert "dense, not widened: " in str(wide)
