@@ -46,7 +46,10 @@ def make_network(name: str, classes: int | None, *, pretrained: bool) -> nn.Modu
     except (Exception, SystemExit) as error:  # of anybody's code
         kind, why = type(error).__name__, reason(error, 200)
         if "torchvision::" in why:  # built for another torch: its operators could not be loaded
-            why += f"; torchvision does not fit torch {torch.__version__}, install both together"
+            raise UserError(
+                f"{name} can't be made: torchvision does not fit torch {torch.__version__}; "
+                f"install both again, from the same index ({why})"
+            ) from error
         raise UserError(f"{name} can't be made: {kind}: {why}") from error
     if not isinstance(network, nn.Module):
         raise UserError(f"{name} gives a {type(network).__name__}, not a torch.nn.Module")

@@ -263,6 +263,11 @@ def test_the_command_alone_prints_its_help() -> None:
         assert "Error" not in result.output
 
 
+def test_summaries_of_verbs_are_not_cut_off() -> None:
+    for arguments in ((), ("bench",)):
+        assert "..." not in deepmoe(*arguments, "--help").stdout.partition("Commands:")[2]
+
+
 def verbs_of(group: click.Group, *before: str) -> list[tuple[list[str], click.Command]]:
     """Every verb, with what is typed for it."""
     found = []

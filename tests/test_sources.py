@@ -188,7 +188,7 @@ def test_a_network_by_name_can_be_trained(folder) -> None:
         ("house:constant", ["house has no function or class 'constant'"]),
         ("house:number", ["house:number gives a int", "torch.nn.Module"]),
         ("house:broken", ["house:broken can't be made: RuntimeError: no"]),
-        ("house:unfit", ["torchvision does not fit torch", "install both together"]),
+        ("house:unfit", ["torchvision does not fit torch", "install both again"]),
         ("house:", ["names no network", "package.module:factory"]),
         (":Small", ["names no network"]),
         ("house:Small; import os", ["names no network"]),

@@ -117,11 +117,12 @@ class TrainBenchmark(Benchmark):
         )
 
     def setting(self) -> str:
-        """Network, data, device."""
+        """Network, data, device; on a GPU, the memory of each kind."""
         v = self.values
+        memory = ", ".join(f"{kind} {gib:.1f}" for kind, gib in v["gpu_gib"].items())
         return (
             f"{v['model']} on {v['data']}, {v['batches_per_epoch']} batches of {v['batch_size']}; "
-            f"{v['device']}, {v['precision']}"
+            f"{v['device']}, {v['precision']}" + (f"; GPU memory, GiB: {memory}" if memory else "")
         )
 
 

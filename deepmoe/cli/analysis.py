@@ -108,7 +108,7 @@ def analyze(
     network: str | None,
     as_json: bool,
 ) -> None:
-    """Analyze CHECKPOINT in depth: gates, routes, shuffled gates, single images, memory.
+    """Analyze CHECKPOINT in depth: layers, routes, memory.
 
     Writes a folder with an HTML page, its plots and pictures as PNG, and all figures as JSON. The
     page is the one that deepmoe report writes, with more sections.

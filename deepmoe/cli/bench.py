@@ -39,7 +39,10 @@ details_option = click.option(
 
 @click.group()
 def bench() -> None:
-    """Measure speed, with all contenders interleaved in one process."""
+    """Measure latency and training time on this machine.
+
+    What is compared takes turns in one process, so a busy machine slows all of it.
+    """
 
 
 @bench.command("train", **example("deepmoe bench train quickstart --rounds 2"))
@@ -57,7 +60,10 @@ def bench_train_verb(
     as_json: bool,
     save: Path | None,
 ) -> None:
-    """Time epochs of PRESET: dense twin, joint stage and frozen stage."""
+    """Time epochs of PRESET: dense twin, joint and frozen stage.
+
+    On a GPU, also tells the memory that each of them needs.
+    """
     from deepmoe.bench.train import bench_train
     from deepmoe.config import load_config
 
@@ -125,11 +131,12 @@ def bench_sparse_verb(
     as_json: bool,
     save: Path | None,
 ) -> None:
-    """Time MODEL, a name or a checkpoint: dense, sliced beforehand, dynamic and with a codebook.
+    """Time MODEL, dense and sparse.
 
-    A name makes an untrained network with random gates. A checkpoint runs with its own gates and
-    exits, on its own data or the data that --set data... names. Several densities and batch sizes
-    are measured in every combination. A saved plan is used by sparsify(model, plan=FILE).
+    MODEL is a name or a checkpoint. A name makes an untrained network with random gates. A
+    checkpoint runs with its own gates and exits, on its own data or the data that --set data...
+    names. Several densities and batch sizes are measured in every combination. A saved plan is used
+    by sparsify(model, plan=FILE).
     """
     import torch
 
@@ -255,10 +262,10 @@ def bench_exits_verb(
     as_json: bool,
     save: Path | None,
 ) -> None:
-    """Time CHECKPOINT in the sparse engine with and without its exits, on its evaluation data.
+    """Time CHECKPOINT with and without its early exits.
 
-    Every batch runs both ways, one right after the other. A model without gates is compared with
-    its base network alone.
+    Images are those of its evaluation data, in the sparse engine. Every batch runs both ways, one
+    right after the other. A model without gates is compared with its base network alone.
     """
     import torch
 

@@ -46,7 +46,10 @@ def evaluate_checkpoint(
     sparse: bool,
     as_json: bool,
 ) -> None:
-    """Evaluate CHECKPOINT on its own data, or on the data that --set data... names."""
+    """Evaluate CHECKPOINT: accuracy, MACs, active channels.
+
+    On its own data, or on the data that --set data... names.
+    """
     import torch
 
     from deepmoe.evaluation import evaluate_on
@@ -106,7 +109,7 @@ def curve(
     as_json: bool,
     save: Path | None,
 ) -> None:
-    """Show how CHECKPOINT trades accuracy for cost, without training.
+    """Show accuracy against MACs for CHECKPOINT, without training.
 
     Closes more and more of its small gates, or lets its embedding answer more and more images.
     """
@@ -188,7 +191,10 @@ def cut(
     network: str | None,
     as_json: bool,
 ) -> None:
-    """Make CHECKPOINT cheaper: close its least important channels and refit batch norm."""
+    """Make CHECKPOINT cheaper, without training.
+
+    Closes its least important channels for all images, and refits batch norm.
+    """
     from deepmoe.checkpoint import save_checkpoint
     from deepmoe.evaluation import cut_to, evaluate_on
 

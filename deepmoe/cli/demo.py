@@ -18,10 +18,10 @@ PORT = 7860
 @click.option("--port", default=PORT, show_default=True, help="Port to listen on.")
 @click.option("--no-browser", is_flag=True, help="Print the address and open no browser.")
 def demo(checkpoint: Path | None, network: str | None, port: int, no_browser: bool) -> None:
-    """Try CHECKPOINT on your own images in a local web page, with the cost of each.
+    """Try CHECKPOINT on your own images in a local web page.
 
-    Without CHECKPOINT, the quickstart's is used. The page can be opened on this machine only, and
-    no data leaves it.
+    The page shows which channels ran for an image, and what it cost. Without CHECKPOINT, the
+    quickstart's is used. The page can be opened on this machine only, and no data leaves it.
     """
     from deepmoe.extras import require
 

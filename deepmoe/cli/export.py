@@ -59,9 +59,10 @@ def export(
     network: str | None,
     as_json: bool,
 ) -> None:
-    """Export CHECKPOINT to ONNX or torch.export without its unused channels; check and time it.
+    """Export CHECKPOINT to ONNX or torch.export; check and time it.
 
-    Routes are found on CHECKPOINT's training images, or on the data that --set data... names.
+    Channels that never run are left out. Routes are found on CHECKPOINT's training images, or on
+    the data that --set data... names.
     """
     from deepmoe.checkpoint import load_checkpoint
     from deepmoe.export import export_checkpoint

@@ -48,7 +48,7 @@ def macs(
     size: str | None,
     as_json: bool,
 ) -> None:
-    """Count the parameters and MACs of MODEL, ungated, at an input size.
+    """Count the parameters and MACs of MODEL, without gates.
 
     MODEL is a name from the zoo, timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID or
     package.module:factory.
@@ -80,7 +80,10 @@ def macs(
 )
 @click.option("--layers", "with_layers", is_flag=True, help="Also list all layers.")
 @click.option(
-    "--check", "with_check", is_flag=True, help="Also check that gates keep their promises."
+    "--check",
+    "with_check",
+    is_flag=True,
+    help="Also check gates, channel removal, MAC counts and the sparse engine.",
 )
 @json_option
 def describe(
@@ -95,10 +98,10 @@ def describe(
     with_check: bool,
     as_json: bool,
 ) -> None:
-    """Show what MODEL consists of: channel groups, gates, costs, and why some have no gate.
+    """Show MODEL's groups of channels, its gates and costs.
 
-    MODEL is a name from the zoo, timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID or
-    package.module:factory.
+    Groups that can't have gates are listed with the reason. MODEL is a name from the zoo,
+    timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID or package.module:factory.
     """
     import torch
 
@@ -224,7 +227,7 @@ def models(as_json: bool) -> None:
 @click.argument("preset", required=False)
 @set_option
 def config(preset: str | None, overrides: tuple[str, ...]) -> None:
-    """Print PRESET as TOML, with every key; without a name, list the presets."""
+    """Print PRESET as TOML with every key, or list all presets."""
     from deepmoe.config import config_to_toml, load_config, preset_comment, preset_names
 
     if preset is None:

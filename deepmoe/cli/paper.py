@@ -38,11 +38,11 @@ def paper(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Reproduce tables and figures of the paper, with our results beside the paper's.
+    """Reproduce tables and figures of the paper.
 
-    NAME is a table or figure, or all. Without a name, they are listed with the data and time that
-    each needs. The full scale is the paper's schedule; short takes one H200 minutes or hours;
-    smoke is a trial on made-up data.
+    Our results are put beside the paper's. NAME is a table or figure, or all. Without a name, they
+    are listed with the data and time that each needs. The full scale is the paper's schedule; short
+    takes one H200 minutes or hours; smoke is a trial on made-up data.
 
     Names share their runs, and finished runs are not repeated: run the command again to continue.
     Each name writes OUT/NAME.md, .png and .json.

@@ -51,7 +51,7 @@ def predict(
     sparse: bool,
     as_json: bool,
 ) -> None:
-    """Classify or segment IMAGES with CHECKPOINT, and print what each one cost.
+    """Classify or segment IMAGES, and print what each one cost.
 
     IMAGES are files, folders, or patterns such as "photos/**/*.jpg". Images that can't be read are
     reported and skipped; the exit code is then 2.

@@ -57,7 +57,8 @@ def sweep(
 ) -> None:
     """Train all runs of GRID, a .toml file, and compare them.
 
-    NAME is the name of the file, or of its folder if the file is called grid.toml.
+    Runs go to runs/NAME: NAME is that of the file, or of its folder if the file is called
+    grid.toml.
 
     Finished runs are not repeated, and interrupted runs resume from their last checkpoint: run the
     command again to finish a sweep. --set applies to all runs. --only also trains the runs that

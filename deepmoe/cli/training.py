@@ -39,7 +39,10 @@ def train(
     devices: int,
     nodes: int,
 ) -> None:
-    """Train a model from PRESET, the name of a preset or a .toml file."""
+    """Train a model from PRESET, a name or a .toml file.
+
+    "deepmoe config" lists the names.
+    """
     from deepmoe.config import load_config
     from deepmoe.sources import is_source
     from deepmoe.training import fit
@@ -79,11 +82,11 @@ def train(
 )
 @data_option
 def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple[str, ...]) -> None:
-    """Cache the outputs of CHECKPOINTS on all training images, for distillation in many runs.
+    """Cache teachers' outputs, for distillation in many runs.
 
-    The teachers run once on several crops of each image. A run with train.teacher = OUT sees one
-    of these crops in each epoch and learns from the teachers' outputs for it. Works for data held
-    in memory: CIFAR and digits.
+    CHECKPOINTS are the teachers. They run once on several crops of each image. A run with
+    train.teacher = OUT sees one of these crops in each epoch and learns from the teachers' outputs
+    for it. Works for data held in memory: CIFAR and digits.
     """
     from deepmoe.training.lessons import teach_from
 
@@ -101,7 +104,10 @@ def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoints.")
 @click.option("--overwrite", is_flag=True, help="Replace runs that are already in the folder.")
 def quickstart(overrides: tuple[str, ...], out: Path | None, resume: bool, overwrite: bool) -> None:
-    """Train a small DeepMoE and its dense twin on built-in data, and write a report."""
+    """Train a gated network and its dense twin on built-in data.
+
+    The twin is the same network without gates. Takes about a minute, and writes a report.
+    """
     from deepmoe.analysis import comparison
     from deepmoe.checkpoint import LAST_NAME
     from deepmoe.config import load_config

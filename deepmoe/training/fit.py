@@ -320,7 +320,10 @@ def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
     if resume and used and not store.last.exists():
         raise UserError(f"{out} has checkpoints, but no {store.last.name} to resume from")
     if not resume and not overwrite and (used or read_metrics(out / METRICS_NAME)):
-        raise UserError(f"{out} holds a run already: pass --resume, --overwrite or another --out")
+        raise UserError(
+            f"{out} holds a run already: choose another folder, or pass --resume or --overwrite "
+            "(in Python: resume=True or overwrite=True)"
+        )
 
 
 def _restore(

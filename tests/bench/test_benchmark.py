@@ -22,6 +22,7 @@ SPARSE = {
     "dynamic_ms": 12.5,
     "codebook_ms": None,
     "spread_ms": {"dynamic": [12.1, 13.0]},
+    "ways": {"dynamic": "dynamic"},
     "max_error": 1e-6,
     "rerouted": 0,
     "routes": 2,
@@ -33,17 +34,28 @@ SPARSE = {
     "dtype": "float32",
     "threads": 2,
 }
+TRAIN = {
+    **{"model": "vgg16", "data": "digits", "batches_per_epoch": 2},
+    **{"batch_size": 64, "device": "cpu", "precision": "32-true", "gpu_gib": {}},
+    "seconds_per_epoch": {"dense": 10.0, "joint": 12.0, "frozen": 11.0},
+}
 
 
 def test_the_sparse_engine_is_told_in_one_sentence() -> None:
     found = SparseBenchmark(SPARSE, Plan())
-    sentence = "dense 24.6 ms, sparse 12.5 ms: 2.0 times as fast; limit 11.1"
+    sentence = "dense 24.6 ms, sparse 12.5 ms: 2.0 times as fast; limit 11.1 ms"
     assert str(found).splitlines()[0] == found.sentence == sentence
     assert [t.name for t in found.timed()] == ["dense", "sparse", "limit"]
     assert "masked" not in str(found) and "not widened" not in str(found)
     assert "masked_ms: 30" in found.details() and "spread_ms.dynamic: 12.1, 13" in found.details()
     for timed in found.timed():
         assert f"{timed.name}: {timed.meaning}" in str(found)  # the legend
+    packed = {"dense_wide_packed_ms": 14.0, "presliced_packed_ms": 9.5}
+    all_run = SparseBenchmark({**SPARSE, **packed, "ways": {"dynamic": "dense"}}, Plan())
+    assert all_run.sentence.endswith(
+        "; limit 9.5 ms; no channel is skipped: running them all is faster here"
+    )
+    assert [t.time for t in all_run.timed()] == [24.6, 14.0, 12.5, 9.5]  # the engine's own share
     wide = SparseBenchmark({**SPARSE, "widened": True, "codebook_ms": 11.2}, Plan())
     assert "sparse by codes 11.2 ms: 2.2 times as fast" in wide.sentence
     assert "dense, not widened: " in str(wide)
@@ -67,13 +79,7 @@ def test_the_sparse_engine_is_told_in_one_sentence() -> None:
             "accuracy 99.00% and 98.00%",
         ),
         (
-            TrainBenchmark(
-                {
-                    **{"model": "vgg16", "data": "digits", "batches_per_epoch": 2},
-                    **{"batch_size": 64, "device": "cpu", "precision": "32-true"},
-                    "seconds_per_epoch": {"dense": 10.0, "joint": 12.0, "frozen": 11.0},
-                }
-            ),
+            TrainBenchmark(TRAIN),
             "an epoch takes 10.0 s dense, 12.0 s gated (1.20 times as long) and 11.0 s with frozen "
             "gates",
         ),
@@ -89,6 +95,13 @@ def test_benchmarks_are_results(found: Benchmark, sentence: str | None) -> None:
     assert [bar.get_width() for bar in axes.patches] == [t.time for t in found.timed()]
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.values = {}
+
+
+def test_training_on_a_gpu_tells_its_memory() -> None:
+    gib = {"dense": 3.84, "joint": 4.11, "frozen": 4.0}
+    on_gpu = TrainBenchmark({**TRAIN, "device": "cuda", "gpu_gib": gib})
+    assert on_gpu.setting().endswith("; GPU memory, GiB: dense 3.8, joint 4.1, frozen 4.0")
+    assert "memory" not in TrainBenchmark(TRAIN).setting()
 
 
 def test_times_are_compared_in_words() -> None:
