@@ -16,7 +16,10 @@ def test_a_network_is_measured_beside_itself() -> None:
         *layers, nn.Conv2d(64, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
     )
     values = other_networks.measure(network, rounds=1)
-    assert list(values["median_ms"]) == ["dense", "dense_channels_last", "sparse"]
+    ways = ["dense", "dense_channels_last", "engine_dense", "sparse"]
+    assert list(values["median_ms"]) == ways
     assert 0.2 < values["macs_share"] < 1
     dense = min(values["median_ms"]["dense"], values["median_ms"]["dense_channels_last"])
     assert values["times_as_fast"] == pytest.approx(dense / values["median_ms"]["sparse"])
+    all_channels = values["median_ms"]["engine_dense"]
+    assert values["by_skipping"] == pytest.approx(all_channels / values["median_ms"]["sparse"])
