@@ -142,19 +142,47 @@ def other_networks_table() -> str:
             *v["network"].split(" ", 1),
             f"{v['macs_share']:.0%}",
             f"{min(v['median_ms']['dense'], v['median_ms']['dense_channels_last']):.0f}",
+            f"{v['median_ms']['engine_dense']:.0f}",
             f"{v['median_ms']['sparse']:.0f}",
             f"{v['times_as_fast']:.2f}",
+            f"{v['by_skipping']:.2f}",
         )
         for v in result["values"]
     ]
-    header = ["package", "network", "MACs of a route", "dense ms", "sparse ms", "times as fast"]
+    header = ["package", "network", "MACs of a route", "PyTorch, ms", "engine, all channels, ms"]
+    header += ["engine, half, ms", "times as fast", "of that by skipping"]
     about = (
         "One image of 224 px, one thread, half of the channels inside of residual blocks open, "
-        "random weights. *Dense* is the network as its package makes it, in the faster of both "
-        "memory formats; medians of interleaved runs:"
+        "random weights. *PyTorch* is the network as its package makes it, in the faster of both "
+        "memory formats. *By skipping* compares the engine with all channels and with half of "
+        "them; the rest of the gain is due to its fused calls. Medians of interleaved runs:"
     )
     origins = f"{origin(result)} (`{result['command']}`)"
     return "\n\n".join([about, markdown_table(header, rows), origins])
+
+
+def one_call_table() -> str:
+    """What it is worth to run a small network's convolutions by one call."""
+    result, rows = benchmark("one_call"), []
+    for v in result["values"]:
+        if "share" in v:
+            ms = [v["ms"][way] for way in ("library", "chained")]
+            cells = (*(f"{t:.2f}" for t in ms), f"{ms[0] / ms[1]:.2f}")
+            rows.append((f"{v['share']:.0%}", v["threads"], *cells))
+    header = ["vgg16, of dense MACs", "threads", "a call a layer, ms", "one call, ms"]
+    return f"{markdown_table([*header, 'times as fast'], rows)}\n\n{origin(result)}"
+
+
+def one_call_exits_table() -> str:
+    """The same for a narrow network in front of a wide one."""
+    result, rows = benchmark("one_call"), []
+    for v in result["values"]:
+        if "first" in v:
+            alone, *ms = (v["ms"][way] for way in ("second stage alone", "library", "chained"))
+            cells = [t for time in ms for t in (f"{time:.2f}", f"{time / alone - 1:+.0%}")]
+            rows.append((v["threads"], f"{alone:.2f}", *cells))
+    header = ["threads", "without exits, ms", "with exits, a call a layer, ms", "time"]
+    return f"{markdown_table([*header, 'one call, ms', 'time'], rows)}\n\n{origin(result)}"
 
 
 def export_latency_table() -> str:
