@@ -59,6 +59,19 @@ def model_with_exits(codes: int | None = None) -> tuple[DeepMoE, Tensor]:
     return model, images
 
 
+@pytest.mark.parametrize("lower", ["half", "bfloat16"])
+@torch.no_grad()
+def test_a_network_with_exits_keeps_its_threshold_in_half_precision(lower: str) -> None:
+    """Rounded to 8 bits, 0.9871 would be 0.9883: fewer images would exit."""
+    model, images = model_with_exits(2)
+    model.exit_at, model.exit_vote = torch.tensor(0.9871), torch.tensor(0.15)
+    network = getattr(ExitingNetwork(model), lower)()
+    assert network.exit_at == torch.tensor(0.9871) and network.exit_vote == torch.tensor(0.15)
+    assert ExitingNetwork(getattr(model, lower)()).exit_at == torch.tensor(0.9871)
+    (dtype,) = {p.dtype for p in network.parameters()}
+    assert network(images[:1].to(dtype)).dtype == dtype
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 

@@ -59,8 +59,10 @@ def set_exits(
         )
     with torch.inference_mode(False):  # buffers of that mode would spoil later training
         like = next(model.parameters())
+        # In the precision in which confidence is compared, which the weights may not have.
+        dtype = torch.promote_types(like.dtype, torch.float32)
         threshold, vote = (
-            torch.tensor(value, dtype=torch.float64).to(like.device, like.dtype)
+            torch.tensor(value, dtype=dtype, device=like.device)
             for value in (figures.threshold, figures.vote)
         )
         model.exit_at, model.exit_vote = threshold, vote if figures.vote else None

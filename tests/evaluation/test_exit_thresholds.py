@@ -425,6 +425,32 @@ def test_exits_need_an_embedding() -> None:
         collect_answers(broken, [(torch.randn(2, 3, 16, 16), torch.zeros(2, dtype=torch.long))])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_weights_in_half_precision_leave_the_threshold_exact(dtype: torch.dtype) -> None:
+    """One of 8 bits would let many more or fewer images exit, where many are about as sure."""
+    model = unsure(None).eval()
+    model.exit_at, model.exit_vote = torch.tensor(0.9871), torch.tensor(0.15)
+    exact = (float(model.exit_at), float(model.exit_vote))
+    for way in (model.to(dtype), sparsify(model), model.with_gates(), model.float()):
+        assert (float(way.exit_at), float(way.exit_vote)) == exact
+    model.to(dtype)
+    sure = torch.tensor([0.98705, 0.98715]).double()  # on both sides of it
+    logits = torch.stack([sure, 1 - sure], dim=1).log()
+    assert model.exits(logits.float()).tolist() == [False, True]
+    assert model.double().exit_at.dtype == torch.float64
+
+
+@torch.no_grad()
+def test_exits_of_a_model_in_half_precision_are_as_found() -> None:
+    model = unsure(None).bfloat16().eval()
+    x = torch.randn(400, 3, 16, 16).bfloat16()
+    labels = model(x).embedding_logits.argmax(dim=1)
+    figures = set_exits(model, [(x, labels)], macs=0.5)
+    assert float(model.exit_at) == figures.threshold
+    assert float(model(x).exited.double().mean()) == figures.exited
+
+
 HELD_OUT = ("data.holdout=300", "train.epochs=2", "train.finetune_epochs=0", "train.batch_size=32")
 
 
