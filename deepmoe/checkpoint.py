@@ -208,6 +208,8 @@ def load_checkpoint(
     model.load_state_dict(_with_versions(weights, model), assign=True)
     try:
         model.check_finite()
+        if model.exit_at is not None and float(model.exit_at) < 0:
+            raise UserError("exit_at is negative, and no confidence is")
         if model.exit_vote is not None and not 0 <= float(model.exit_vote) <= 1:
             raise UserError("exit_vote is not from 0 to 1")
     except UserError as error:
