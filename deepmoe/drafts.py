@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+LONGEST = 200  # bytes of a name that more can be added to: most systems have 255
 MOST = 100  # writers of one file at the same time
 # A link is not followed, and a pipe keeps nobody waiting.
 _AS_IT_IS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -56,7 +58,7 @@ def _numbered(path: Path) -> tuple[Path, int] | None:
 
     error = OSError(errno.EBUSY, "too many others write it")
     for number in range(MOST):
-        draft = path.with_name(f"{path.name}.{number}.tmp")
+        draft = path.with_name(f"{_stem(path)}.{number}.tmp")
         try:
             handle = os.open(draft, os.O_RDWR | os.O_CREAT | _AS_IT_IS, 0o666)
         except OSError as told:
@@ -81,9 +83,15 @@ def _numbered(path: Path) -> tuple[Path, int] | None:
 
 def _random(path: Path) -> tuple[Path, int]:
     """An empty file under a name that nobody else takes, open for writing."""
-    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    draft = path.with_name(f"{_stem(path)}.{secrets.token_hex(8)}.tmp")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     return draft, os.open(draft, flags, 0o666)
+
+
+def _stem(path: Path) -> str:
+    """What drafts of a file are called; a long name has no room for more."""
+    name = os.fsencode(path.name)
+    return path.name if len(name) <= LONGEST else hashlib.blake2b(name, digest_size=16).hexdigest()
 
 
 def _stands_at(draft: Path, handle: int) -> bool:

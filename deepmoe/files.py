@@ -94,7 +94,8 @@ def check_writable(path: Path) -> None:
         UserError: where a folder on the way is a file, or closed to this process.
     """
     try:
-        there = next(parent for parent in path.absolute().parents if parent.exists())
+        whole = path.absolute()
+        there = next(p for p in (*whole.parents, whole) if p.exists())  # the root has no parents
         if not there.is_dir():
             raise UserError(f"cannot write {path}: {there} is not a folder")
         if not os.access(there, os.W_OK | os.X_OK):

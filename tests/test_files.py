@@ -14,7 +14,13 @@ from deepmoe.checkpoint import load_checkpoint
 from deepmoe.config import load_config
 from deepmoe.drafts import drafted
 from deepmoe.errors import UserError
-from deepmoe.files import LOCK_NAME, exclusive, write_atomically, write_together
+from deepmoe.files import (
+    LOCK_NAME,
+    check_replaceable,
+    exclusive,
+    write_atomically,
+    write_together,
+)
 from deepmoe.sparse import Plan
 from deepmoe.sweep import read_grid, read_results
 
@@ -158,3 +164,15 @@ def test_files_written_together_have_drafts_of_their_own(tmp_path: Path) -> None
     with pytest.raises(UserError, match="c is a folder"):
         write_together(tmp_path, {"a": b"3", "c": b"4"})
     assert (tmp_path / "a").read_bytes() == b"1"
+
+
+def test_a_name_as_long_as_names_can_be_is_written(tmp_path: Path, locks: bool) -> None:
+    path = tmp_path / ("é" * 127)  # 254 bytes
+    write_atomically(path, b"1")
+    write_atomically(path, b"2")
+    assert path.read_bytes() == b"2" and names(tmp_path) == [path.name]
+
+
+def test_the_root_is_no_file() -> None:
+    with pytest.raises(UserError, match="cannot write /: Is a directory"):
+        check_replaceable(Path("/"), b"x")
