@@ -118,6 +118,8 @@ class Routes(nn.Module):
         )
 
     def forward(self, x_1CHW: Tensor, e_1D: Tensor) -> Tensor:
+        if len(self.networks) == 1:  # exporters refuse a search whose answer nobody uses
+            return self.networks[0](x_1CHW)
         code = self.codebook.nearest(self.heads(e_1D))[0]
         return _run_one_of(list(self.networks), code, 0, x_1CHW)
 

@@ -123,7 +123,7 @@ def test_a_coded_network_survives_export_and_a_file() -> None:
         assert error(loaded(x), model(x).logits) <= 1e-5
 
 
-@pytest.mark.parametrize("codes", [None, 2])
+@pytest.mark.parametrize("codes", [None, 1, 2])
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 def test_exits_survive_export_to_both_forms(codes: int | None, tmp_path) -> None:
@@ -139,7 +139,9 @@ def test_exits_survive_export_to_both_forms(codes: int | None, tmp_path) -> None
     def by_onnx(x: Tensor) -> Tensor:
         return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
-    for run in (network, exported.module(), by_onnx):
+    torch.export.save(exported, tmp_path / "exits.pt2")
+    loaded = torch.export.load(tmp_path / "exits.pt2").module()
+    for run in (network, exported.module(), loaded, by_onnx):
         found = torch.cat([run(x) for x in images.split(1)])
         assert error(found, expected) <= 1e-5
     # What a sure embedding saves is saved: convolutions stand in the other branch alone.
