@@ -128,6 +128,7 @@ def test_training_can_be_resumed_and_overwritten(checkpoint, tmp_path) -> None:
         (["exits", "m", "--loss", "1", "--out", "/dev/null/x"], ["/dev/null is not a folder"]),
         (["cut", "m", "--macs", "0.5", "--out", "/dev/null/x"], ["/dev/null is not a folder"]),
         (["teach", "m", "--out", "/dev/null/x"], ["/dev/null is not a folder"]),
+        (["analyze", "m", "--draws", "9" * 20], ["--draws"]),
         (["export", "."], ["no checkpoint at ."]),
         (["export", "/"], ["no checkpoint at /"]),
         (["predict", "m", "x.png", "--csv", "/"], ["cannot write /: Is a directory"]),

@@ -11,6 +11,7 @@ from deepmoe.evaluation.exit_answers import VOTES, Answers, ExitFigures, collect
 from deepmoe.extras import require
 from deepmoe.model import DeepMoE
 
+LEAST_CERTIFIED = 1e-6  # points: a smaller loss would need more images than there are
 CERTIFIED_STEPS = 1000  # thresholds that are tested one after the other, from 1 down to 0
 NEVER = 2.0  # a confidence that none reaches
 BY_CHANCE = 0.05  # an embedding that is not better than guessing at this level has learnt nothing
@@ -148,8 +149,10 @@ def exit_certified(answers: Answers, points: float, guarantee: float) -> ExitFig
     from scipy.stats import binom  # type: ignore[import-untyped]
 
     _check_embedding(answers)
-    if not 0 < points < 100:
-        raise UserError(f"a certified loss lies between 0 and 100 points, not at {points:g}")
+    if not LEAST_CERTIFIED <= points < 100:
+        raise UserError(
+            f"a certified loss lies between {LEAST_CERTIFIED:g} and 100 points, not at {points:g}"
+        )
     if not 0 < guarantee < 1:
         raise UserError(f"a guarantee is a probability between 0 and 1, not {guarantee:g}")
     images, risk = len(answers), points / 100
