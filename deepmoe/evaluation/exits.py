@@ -151,7 +151,8 @@ def exit_certified(answers: Answers, points: float, guarantee: float) -> ExitFig
     _check_embedding(answers)
     if not LEAST_CERTIFIED <= points < 100:
         raise UserError(
-            f"a certified loss lies between {LEAST_CERTIFIED:g} and 100 points, not at {points:g}"
+            f"a certified loss lies between 0 and 100 points ({LEAST_CERTIFIED:g} or more), not at "
+            f"{points:g}"
         )
     if not 0 < guarantee < 1:
         raise UserError(f"a guarantee is a probability between 0 and 1, not {guarantee:g}")

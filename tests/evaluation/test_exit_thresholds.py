@@ -544,7 +544,7 @@ def assert_refused(result: Result, *words: str) -> None:
         (["--macs", 0.001], "can't bring the cost to 0.001"),
         (["--loss", 0.1, "--guarantee", 0.99], "are needed"),
         (["--loss", 1e-6, "--guarantee", 0.9], "are needed"),
-        (["--loss", 1e-300, "--guarantee", 0.9], "between 1e-06 and 100 points, not at 1e-300"),
+        (["--loss", 1e-300, "--guarantee", 0.9], "(1e-06 or more), not at 1e-300"),
         (["--loss", 1, "--set", "train.lr=1"], "--set can change only data"),
         (["--loss", 1, "--set", "data.holdout=200"], "data.holdout=300"),
         # The test set is none to choose a threshold on, wherever it lies.
