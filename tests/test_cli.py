@@ -258,7 +258,7 @@ def test_a_read_only_file_system_gets_one_sentence(checkpoint, tmp_path) -> None
         save = deepmoe("curve", checkpoint, "--thresholds", "0", "--save", place / "curve.json")
         assert_refused(save, "cannot write", "is not writable")  # before anything is measured
         cut = deepmoe("cut", checkpoint, "--macs", "0.5", "--out", place / "cut.safetensors")
-        assert_refused(cut, "cannot write", "Read-only file system")
+        assert_refused(cut, "cannot write", "is not writable")
         assert_refused(deepmoe("quickstart", "--out", place / "run", *QUICK), "cannot write to")
     finally:
         subprocess.run(["umount", place], check=True)
