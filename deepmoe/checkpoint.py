@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from deepmoe.checkpoint_versions import check_gates, renamed
 from deepmoe.config import GIVEN, ModelConfig, RunConfig, config_from_dict, config_to_dict
-from deepmoe.configured_models import model_from_config
+from deepmoe.configured_models import check_precision, model_from_config
 from deepmoe.data import DataInfo
 from deepmoe.devices import choose_device
 from deepmoe.errors import UserError, reason
@@ -86,7 +86,12 @@ def save_checkpoint(
     *,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Writes a checkpoint; whoever kills the process finds either the old file or the new one."""
+    """Writes a checkpoint; whoever kills the process finds either the old file or the new one.
+
+    Raises:
+        UserError: where the file can't be written, or the model is in half precision.
+    """
+    check_precision(model)
     tensors = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
     if model.exit_at is None:  # exits are switched off: there is nothing to vote on
         tensors.pop(f"{MODEL}exit_vote", None)

@@ -212,6 +212,19 @@ def test_thresholds_of_all_images_and_of_none_are_read(tmp_path, exit_at: float)
     assert float(load_checkpoint(path).model.exit_at) == exit_at
 
 
+def test_a_model_in_half_precision_replaces_no_checkpoint(tmp_path) -> None:
+    """It could not be read again. In single precision, it has the exits that it had."""
+    config, path = tiny_config(), tmp_path / "model.safetensors"
+    model = model_from_config(config, 10)
+    model.exit_at = torch.tensor(0.9871)
+    save_checkpoint(path, model.bfloat16().float(), config, INFO, TrainState(3))
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"not torch\.bfloat16: call \.float\(\)"):
+        save_checkpoint(path, model.bfloat16(), config, INFO, TrainState(3))
+    assert path.read_bytes() == before
+    assert load_checkpoint(path).model.exit_at == torch.tensor(0.9871)
+
+
 def test_a_model_whose_exits_are_switched_off_is_saved_without_a_vote(tmp_path) -> None:
     config, path = tiny_config(), tmp_path / "model.safetensors"
     model = model_from_config(config, 10)
