@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from deepmoe.checkpoint_versions import check_gates, renamed
 from deepmoe.config import GIVEN, ModelConfig, RunConfig, config_from_dict, config_to_dict
-from deepmoe.configured_models import model_from_config
+from deepmoe.configured_models import check_precision, model_from_config
 from deepmoe.data import DataInfo
 from deepmoe.devices import choose_device
 from deepmoe.errors import UserError, reason
@@ -86,7 +86,12 @@ def save_checkpoint(
     *,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Writes a checkpoint; whoever kills the process finds either the old file or the new one."""
+    """Writes a checkpoint; whoever kills the process finds either the old file or the new one.
+
+    Raises:
+        UserError: where the file can't be written, or the model is in half precision.
+    """
+    check_precision(model)
     tensors = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
     if model.exit_at is None:  # exits are switched off: there is nothing to vote on
         tensors.pop(f"{MODEL}exit_vote", None)
@@ -208,6 +213,8 @@ def load_checkpoint(
     model.load_state_dict(_with_versions(weights, model), assign=True)
     try:
         model.check_finite()
+        if model.exit_at is not None and float(model.exit_at) < 0:
+            raise UserError("exit_at is negative, and no confidence is")
         if model.exit_vote is not None and not 0 <= float(model.exit_vote) <= 1:
             raise UserError("exit_vote is not from 0 to 1")
     except UserError as error:

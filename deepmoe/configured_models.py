@@ -67,12 +67,8 @@ def config_of(model: DeepMoE, config: RunConfig | None = None) -> RunConfig:
         config: everything else.
     """
     config = config or RunConfig()
-    dtype = next(model.parameters()).dtype
-    if dtype not in (torch.float32, torch.float64):
-        raise UserError(
-            f"models are kept in single or double precision, not {dtype}: call .float()"
-        )
-    if dtype == torch.float64:
+    check_precision(model)
+    if next(model.parameters()).dtype == torch.float64:
         train = dataclasses.replace(config.train, precision="64-true")
         config = dataclasses.replace(config, train=train)
     made, heads = model.embedding, model.heads
@@ -113,3 +109,12 @@ def model_options(model: ModelConfig) -> dict[str, Any]:
         "gate_last": model.gate_last,
     }
     return {name: value for name, value in chosen.items() if value is not None}
+
+
+def check_precision(model: DeepMoE) -> None:
+    """Refuses a model in a precision that no checkpoint is read back in."""
+    dtype = next(model.parameters()).dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"models are kept in single or double precision, not {dtype}: call .float()"
+        )

@@ -13,7 +13,14 @@ from deepmoe.errors import UserError
 from deepmoe.graph import scale_inputs
 from deepmoe.graph.capture import one_tensor
 from deepmoe.hard_moe import HardMoE
-from deepmoe.model import DeepMoE, check_gated, confidence, joint_answer, refuse_sparse
+from deepmoe.model import (
+    DeepMoE,
+    WithExits,
+    check_gated,
+    confidence,
+    joint_answer,
+    refuse_sparse,
+)
 from deepmoe.ops import at_least_single
 
 
@@ -50,7 +57,7 @@ class CodedNetwork(nn.Module):
         return self.routes(x_1CHW, e_1D)
 
 
-class ExitingNetwork(nn.Module):
+class ExitingNetwork(WithExits):
     """The embedding, and the rest for images that it is not sure of. For one image at a time.
 
     The rest is the base network where the model has no gates, and else a small network for each
@@ -61,7 +68,6 @@ class ExitingNetwork(nn.Module):
     """
 
     exit_at: Tensor
-    exit_vote: Tensor | None
 
     def __init__(self, model: DeepMoE) -> None:
         super().__init__()
@@ -75,9 +81,8 @@ class ExitingNetwork(nn.Module):
         else:
             self.rest = Logits(copy.deepcopy(model.network))
         self.embedding = copy.deepcopy(model.embedding)
-        self.register_buffer("exit_at", model.exit_at.clone())
         vote = None if model.exit_vote is None else model.exit_vote.clone()
-        self.register_buffer("exit_vote", vote)
+        self._set_exits(model.exit_at.clone(), vote)
         self.eval()
 
     def forward(self, x_1CHW: Tensor) -> Tensor:
@@ -113,6 +118,8 @@ class Routes(nn.Module):
         )
 
     def forward(self, x_1CHW: Tensor, e_1D: Tensor) -> Tensor:
+        if len(self.networks) == 1:  # exporters refuse a search whose answer nobody uses
+            return self.networks[0](x_1CHW)
         code = self.codebook.nearest(self.heads(e_1D))[0]
         return _run_one_of(list(self.networks), code, 0, x_1CHW)
 

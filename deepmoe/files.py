@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from deepmoe.drafts import drafted
 from deepmoe.errors import UserError
 
 MOST_BYTES = 2**28  # of a file that is read whole
@@ -46,20 +47,13 @@ def _without_waiting(path: str, flags: int) -> int:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replaces a file in one step, after the new content has reached the disk."""
-    draft = path.with_name(f"{path.name}.tmp")
     try:
         if path.exists() and not path.is_file():  # /dev/null must not become a file
             raise OSError(errno.EINVAL, "not a regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.unlink(missing_ok=True)  # it may lead elsewhere, or be a pipe that nobody reads
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
+        with drafted(path, content) as draft:
+            draft.replace(path)
     except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError, ValueError):
-            draft.unlink()
         kept = "; the file before it is whole" if path.exists() else ""
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot write {path}: {reason}{kept}") from error
@@ -68,20 +62,20 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_together(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Writes several files into a folder: all of them, or (where one can't be) none."""
     made = not folder.exists()
-    drafts = {folder / name: folder / f"{name}.tmp" for name in contents}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in drafts:
-            if path.is_dir():
-                raise IsADirectoryError(None, f"{path.name} is a folder")
-        for draft, content in zip(drafts.values(), contents.values(), strict=True):
-            draft.write_bytes(content)
-        for path, draft in drafts.items():
-            draft.replace(path)
+        for name in contents:
+            if (folder / name).is_dir():
+                raise IsADirectoryError(None, f"{name} is a folder")
+        with contextlib.ExitStack() as stack:
+            drafts = {
+                folder / name: stack.enter_context(drafted(folder / name, content))
+                for name, content in contents.items()
+            }
+            for path, draft in drafts.items():
+                draft.replace(path)
     except (OSError, ValueError) as error:
         with contextlib.suppress(OSError, ValueError):
-            for draft in drafts.values():
-                draft.unlink(missing_ok=True)
             if made:
                 folder.rmdir()
         reason = getattr(error, "strerror", None) or error
@@ -100,7 +94,8 @@ def check_writable(path: Path) -> None:
         UserError: where a folder on the way is a file, or closed to this process.
     """
     try:
-        there = next(parent for parent in path.absolute().parents if parent.exists())
+        whole = path.absolute()
+        there = next(p for p in (*whole.parents, whole) if p.exists())  # the root has no parents
         if not there.is_dir():
             raise UserError(f"cannot write {path}: {there} is not a folder")
         if not os.access(there, os.W_OK | os.X_OK):

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from deepmoe.layers import (
     ShallowEmbedding,
 )
 from deepmoe.network_embedding import FeatureNetwork, NetworkEmbedding
-from deepmoe.ops import at_least_single
+from deepmoe.ops import at_least_single, is_half
 
 if TYPE_CHECKING:
     from deepmoe.data import DataInfo
@@ -59,7 +59,33 @@ _pytree._register_namedtuple(DeepMoEOutput, serialized_type_name="deepmoe.DeepMo
 _pytree._register_namedtuple(Decisions, serialized_type_name="deepmoe.Decisions")
 
 
-class DeepMoE(nn.Module):
+class WithExits(nn.Module):
+    """A module with exits, whose threshold no `half()` or `bfloat16()` rounds.
+
+    Confidence is compared in single precision or better: where many images are about as sure, a
+    threshold in fewer digits would let others exit than those it was found for.
+    """
+
+    exit_at: Tensor | None
+    exit_vote: Tensor | None
+
+    def _set_exits(self, exit_at: Tensor | None, exit_vote: Tensor | None) -> None:
+        """Registers both; tensors that are precise enough are kept as they are."""
+        for name, value in (("exit_at", exit_at), ("exit_vote", exit_vote)):
+            self.register_buffer(name, None if value is None else at_least_single(value))
+
+    def _apply(self, *arguments: Any, **options: Any) -> Self:
+        """What `to`, `cuda` or `half` come down to."""
+        before = {"exit_at": self.exit_at, "exit_vote": self.exit_vote}
+        super()._apply(*arguments, **options)
+        for name, value in before.items():
+            now = getattr(self, name)
+            if value is not None and is_half(now.dtype):
+                setattr(self, name, at_least_single(value).to(now.device))
+        return self
+
+
+class DeepMoE(WithExits):
     """A base network whose channels an embedding of the image switches and scales.
 
     Gates are passed as arguments and returned, never kept on a layer. Without embedding and heads
@@ -78,7 +104,7 @@ class DeepMoE(nn.Module):
             earlier versions have cut hold some.
         source: what the base network is made of, for checkpoints.
         exit_at: how sure the embedding must be to answer, from 0 to 1: the probability that it
-            gives its first guess. `None`: it never answers.
+            gives its first guess. Above 1, and for `None`, it never answers.
         exit_vote: with `exit_at`: share of the embedding's logits in the answer of images that it
             is not sure of, from 0 to 1. It has looked at them anyway. `None`: it has no say there.
         unpruned: the graph of the network that this one was before channels were removed for good;
@@ -86,8 +112,6 @@ class DeepMoE(nn.Module):
     """
 
     thresholds: Tensor | None
-    exit_at: Tensor | None
-    exit_vote: Tensor | None
     same_for_all = True  # whether the same operations run for any images: else none are captured
 
     def __init__(
@@ -121,8 +145,7 @@ class DeepMoE(nn.Module):
         self.unpruned = unpruned
         self.codebook = codebook
         self.register_buffer("thresholds", thresholds)
-        self.register_buffer("exit_at", exit_at)
-        self.register_buffer("exit_vote", exit_vote)
+        self._set_exits(exit_at, exit_vote)
 
     @property
     def one_network(self) -> nn.Module:

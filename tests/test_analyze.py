@@ -288,3 +288,12 @@ def test_an_analysis_is_written_whole_or_not_at_all(gated: Path, tmp_path: Path)
     (out / "layers.png").rmdir()
     left = {path: path.read_bytes() for path in out.iterdir()}
     assert left == {path: content for path, content in files.items() if path.name != "layers.png"}
+
+
+def test_a_file_of_any_length_is_no_report(tmp_path: Path) -> None:
+    """It is not read whole to find that out."""
+    path = tmp_path / "report.html"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # of which nothing is on the disk
+    result = deepmoe("report", "m", "--out", path)
+    assert result.exit_code == 2 and "is not a deepmoe report" in result.stderr

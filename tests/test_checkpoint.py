@@ -187,6 +187,44 @@ def test_a_vote_that_is_no_share_is_refused(tmp_path, vote: float) -> None:
         load_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    ("exit_at", "words"),
+    [(-0.01, "exit_at is negative"), (float("nan"), "not finite"), (float("inf"), "not finite")],
+)
+def test_a_threshold_of_exits_that_means_nothing_is_refused(
+    tmp_path, exit_at: float, words: str
+) -> None:
+    config, path = tiny_config(), tmp_path / "model.safetensors"
+    model = model_from_config(config, 10)
+    model.exit_at = torch.tensor(exit_at)
+    save_checkpoint(path, model, config, INFO, TrainState(3))
+    with pytest.raises(UserError, match=words):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("exit_at", [0.0, 1.0, 2.0])
+def test_thresholds_of_all_images_and_of_none_are_read(tmp_path, exit_at: float) -> None:
+    """Above 1 the embedding never answers: whoever switches exits off so can keep the model."""
+    config, path = tiny_config(), tmp_path / "model.safetensors"
+    model = model_from_config(config, 10)
+    model.exit_at = torch.tensor(exit_at)
+    save_checkpoint(path, model, config, INFO, TrainState(3))
+    assert float(load_checkpoint(path).model.exit_at) == exit_at
+
+
+def test_a_model_in_half_precision_replaces_no_checkpoint(tmp_path) -> None:
+    """It could not be read again. In single precision, it has the exits that it had."""
+    config, path = tiny_config(), tmp_path / "model.safetensors"
+    model = model_from_config(config, 10)
+    model.exit_at = torch.tensor(0.9871)
+    save_checkpoint(path, model.bfloat16().float(), config, INFO, TrainState(3))
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"not torch\.bfloat16: call \.float\(\)"):
+        save_checkpoint(path, model.bfloat16(), config, INFO, TrainState(3))
+    assert path.read_bytes() == before
+    assert load_checkpoint(path).model.exit_at == torch.tensor(0.9871)
+
+
 def test_a_model_whose_exits_are_switched_off_is_saved_without_a_vote(tmp_path) -> None:
     config, path = tiny_config(), tmp_path / "model.safetensors"
     model = model_from_config(config, 10)

@@ -59,6 +59,19 @@ def model_with_exits(codes: int | None = None) -> tuple[DeepMoE, Tensor]:
     return model, images
 
 
+@pytest.mark.parametrize("lower", ["half", "bfloat16"])
+@torch.no_grad()
+def test_a_network_with_exits_keeps_its_threshold_in_half_precision(lower: str) -> None:
+    """Rounded to 8 bits, 0.9871 would be 0.9883: fewer images would exit."""
+    model, images = model_with_exits(2)
+    model.exit_at, model.exit_vote = torch.tensor(0.9871), torch.tensor(0.15)
+    network = getattr(ExitingNetwork(model), lower)()
+    assert network.exit_at == torch.tensor(0.9871) and network.exit_vote == torch.tensor(0.15)
+    assert ExitingNetwork(getattr(model, lower)()).exit_at == torch.tensor(0.9871)
+    (dtype,) = {p.dtype for p in network.parameters()}
+    assert network(images[:1].to(dtype)).dtype == dtype
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
@@ -110,7 +123,7 @@ def test_a_coded_network_survives_export_and_a_file() -> None:
         assert error(loaded(x), model(x).logits) <= 1e-5
 
 
-@pytest.mark.parametrize("codes", [None, 2])
+@pytest.mark.parametrize("codes", [None, 1, 2])
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 def test_exits_survive_export_to_both_forms(codes: int | None, tmp_path) -> None:
@@ -126,7 +139,9 @@ def test_exits_survive_export_to_both_forms(codes: int | None, tmp_path) -> None
     def by_onnx(x: Tensor) -> Tensor:
         return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
-    for run in (network, exported.module(), by_onnx):
+    torch.export.save(exported, tmp_path / "exits.pt2")
+    loaded = torch.export.load(tmp_path / "exits.pt2").module()
+    for run in (network, exported.module(), loaded, by_onnx):
         found = torch.cat([run(x) for x in images.split(1)])
         assert error(found, expected) <= 1e-5
     # What a sure embedding saves is saved: convolutions stand in the other branch alone.

@@ -19,7 +19,7 @@ from deepmoe.config import EmbeddingConfig
 from deepmoe.configured_models import config_of, model_from_config
 from deepmoe.data import DataSource, open_data
 from deepmoe.errors import UserError
-from deepmoe.export import export_checkpoint, exporting
+from deepmoe.export import export_checkpoint, exporting, formats
 from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE, confidence
 
@@ -214,6 +214,10 @@ def test_nothing_is_written_that_was_not_checked(tmp_path: Path, monkeypatch) ->
     loaded, _ = make("model.gates=none")
     monkeypatch.setattr(exporting, "TOLERANCE", -1.0)
     with pytest.raises(UserError, match="nothing was written"):
+        export_checkpoint(loaded, tmp_path / "model.pt2", format="torch-export")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(formats, "as_bytes", lambda *_: b"not what a runtime reads")
+    with pytest.raises(UserError, match="can't read the exported network, so nothing was written"):
         export_checkpoint(loaded, tmp_path / "model.pt2", format="torch-export")
     assert list(tmp_path.iterdir()) == []
     assert load_checkpoint(saved(tmp_path, loaded)).model.gated is False

@@ -26,9 +26,15 @@ def check_page(path: Path) -> None:
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder: --out takes a file, such as report.html")
-    if path.exists() and not (path.is_file() and MARK in path.read_bytes()[:2000]):
+    if path.exists() and not (path.is_file() and MARK in _start(path)):
         raise UserError(f"{path} already exists and is not a deepmoe report: choose another --out")
     check_writable(path)
+
+
+def _start(path: Path) -> bytes:
+    """Where a page tells what it is; the rest of a file may be of any length."""
+    with path.open("rb") as file:
+        return file.read(2000)
 
 
 def check_folder(folder: Path) -> None:

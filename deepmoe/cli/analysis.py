@@ -87,7 +87,7 @@ def report(
 )
 @click.option(
     "--draws",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=1_000_000),
     default=20,
     show_default=True,
     help="Runs of each of those images, each under other gates.",

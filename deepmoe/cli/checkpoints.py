@@ -197,9 +197,11 @@ def cut(
     """
     from deepmoe.checkpoint import save_checkpoint
     from deepmoe.evaluation import cut_to, evaluate_on
+    from deepmoe.files import check_writable
 
     if out.exists():
         raise UserError(f"{out} already exists: choose another --out")
+    check_writable(out)
     if not 0 < share <= MOST_SHARE:
         raise UserError(f"--macs is a share of the dense MACs, such as 0.4, not {share:g}")
     opened = open_checkpoint(checkpoint, overrides, network)

@@ -59,10 +59,12 @@ def exits(
     from deepmoe.checkpoint import save_checkpoint
     from deepmoe.evaluation import set_exits
     from deepmoe.evaluation.exits import check_asked
+    from deepmoe.files import check_writable
 
     check_asked(loss, share, guarantee)
     if out.exists():
         raise UserError(f"{out} already exists: choose another --out")
+    check_writable(out)
     opened = open_checkpoint(checkpoint, overrides, network)
     loaded, data = opened.checkpoint, opened.data
     _check_fit(opened, overrides)

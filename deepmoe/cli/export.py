@@ -70,7 +70,8 @@ def export(
     from deepmoe.files import check_writable
 
     check_installed(format_)
-    out = out or checkpoint.with_suffix(ENDINGS[format_])
+    # By its parts: a folder such as "." has no ending that could be another.
+    out = out or checkpoint.parent / f"{checkpoint.stem}{ENDINGS[format_]}"
     if out.exists():
         raise UserError(f"{out} already exists: choose another --out")
     check_writable(out)

@@ -81,7 +81,21 @@ def train(
     help="The file to write, for train.teacher.",
 )
 @data_option
-def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--network",
+    "networks",
+    metavar="NAME",
+    multiple=True,
+    help="A base network that is not from the zoo: timm:NAME, package.module:factory, ... "
+    "Can be repeated.",
+)
+def teach(
+    checkpoints: tuple[Path, ...],
+    views: int,
+    out: Path,
+    overrides: tuple[str, ...],
+    networks: tuple[str, ...],
+) -> None:
     """Cache teachers' outputs, for distillation in many runs.
 
     CHECKPOINTS are the teachers. They run once on several crops of each image. A run with
@@ -92,9 +106,9 @@ def teach(checkpoints: tuple[Path, ...], views: int, out: Path, overrides: tuple
 
     if out.exists():
         raise UserError(f"{out} already exists: choose another --out")
-    lessons = teach_from(checkpoints, views, out, overrides)
+    lessons = teach_from(checkpoints, views, out, overrides, networks)
     say(f"{lessons.views} views of {lessons.images:,} images; teachers: {len(checkpoints)}")
-    taught = f"--set train.teacher={out} --set loss.distillation=0.9"
+    taught = f"--set train.teacher={shlex.quote(str(out))} --set loss.distillation=0.9"
     say(f"next: deepmoe train PRESET {taught}")
 
 

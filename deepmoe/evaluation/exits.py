@@ -11,6 +11,7 @@ from deepmoe.evaluation.exit_answers import VOTES, Answers, ExitFigures, collect
 from deepmoe.extras import require
 from deepmoe.model import DeepMoE
 
+LEAST_CERTIFIED = 1e-6  # points: a smaller loss would need more images than there are
 CERTIFIED_STEPS = 1000  # thresholds that are tested one after the other, from 1 down to 0
 NEVER = 2.0  # a confidence that none reaches
 BY_CHANCE = 0.05  # an embedding that is not better than guessing at this level has learnt nothing
@@ -59,8 +60,10 @@ def set_exits(
         )
     with torch.inference_mode(False):  # buffers of that mode would spoil later training
         like = next(model.parameters())
+        # In the precision in which confidence is compared, which the weights may not have.
+        dtype = torch.promote_types(like.dtype, torch.float32)
         threshold, vote = (
-            torch.tensor(value, dtype=torch.float64).to(like.device, like.dtype)
+            torch.tensor(value, dtype=dtype, device=like.device)
             for value in (figures.threshold, figures.vote)
         )
         model.exit_at, model.exit_vote = threshold, vote if figures.vote else None
@@ -146,8 +149,11 @@ def exit_certified(answers: Answers, points: float, guarantee: float) -> ExitFig
     from scipy.stats import binom  # type: ignore[import-untyped]
 
     _check_embedding(answers)
-    if not 0 < points < 100:
-        raise UserError(f"a certified loss lies between 0 and 100 points, not at {points:g}")
+    if not LEAST_CERTIFIED <= points < 100:
+        raise UserError(
+            f"a certified loss lies between 0 and 100 points ({LEAST_CERTIFIED:g} or more), not at "
+            f"{points:g}"
+        )
     if not 0 < guarantee < 1:
         raise UserError(f"a guarantee is a probability between 0 and 1, not {guarantee:g}")
     images, risk = len(answers), points / 100

@@ -81,7 +81,21 @@ def as_bytes(program: Any, format: Format, notes: dict[str, Any]) -> bytes:
 
 
 def runtime(content: bytes, format: Format) -> Call:
-    """What a file computes, by what would run it elsewhere."""
+    """What a file computes, by what would run it elsewhere.
+
+    Raises:
+        UserError: where that can't read the file.
+    """
+    try:
+        return _runtime(content, format)
+    except Exception as error:
+        raise UserError(
+            f"{runtime_name(format)} can't read the exported network, so nothing was written: "
+            f"{_why(error)}"
+        ) from error
+
+
+def _runtime(content: bytes, format: Format) -> Call:
     if format == "torch-export":
         return torch.export.load(io.BytesIO(content)).module()
     import onnxruntime

@@ -16,6 +16,11 @@ DATA, NETWORK = "cifar100", "vgg16"
 WIDE, WIDE_SHARE = "vgg16-w13-all", 0.515
 SHARE = 0.685  # of the channels: half of the dense MACs
 SHOWN_WIDTHS = (8, 16, 64)
+MEASURES = {
+    **dict.fromkeys(("images", "channels", "distinct", "rank", "always", "never"), int),
+    "log10_miss": float,
+    "layers": [{"name": str, "channels": int, "distinct": int, "rank": int}],
+}
 
 
 def log10_miss(widths: Sequence[int], active: Sequence[int]) -> float:
@@ -118,4 +123,5 @@ PAGE = Page(
         "rank, they are not. n is the mean number of open gates here.",
     ),
     measure=measure,
+    measures=MEASURES,
 )

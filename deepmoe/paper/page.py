@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Line = dict[str, Any]
 """A row with its figures, as plain values."""
+Like = dict[Any, Any]
+"""What plain values are, as `measured.fits` takes it."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Page:
         notes: what the paper says beyond figures, or does not say.
         measure: figures of a run beyond those of its last epoch, from its checkpoint; they are
             kept in the run's folder.
+        measures: what these figures are: what was kept may have been changed by anybody.
         more: other tables, of what was made.
     """
 
@@ -118,6 +121,7 @@ class Page:
     plot: Callable[[Made], "Figure"]
     notes: tuple[str, ...] = ()
     measure: Callable[[Path, Plan], Line] | None = None
+    measures: Like = field(default_factory=dict)
     more: Callable[[Made], Sequence[Shown]] | None = None
 
 

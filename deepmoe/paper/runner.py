@@ -14,7 +14,7 @@ from deepmoe.console import complain
 from deepmoe.devices import choose_device
 from deepmoe.errors import UserError
 from deepmoe.files import check_writable, write_together
-from deepmoe.paper.measured import kept
+from deepmoe.paper.measured import fits, kept
 from deepmoe.paper.page import Line, Made, Page, Row, Shown
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.scales import SHORT, Scale
@@ -162,7 +162,7 @@ class Workshop:
     def _measured(self, page: Page, made: Made, run: str) -> Line:
         path, measure = made.checkpoint(run), page.measure
         assert measure is not None
-        return kept(path, page.name, lambda: measure(path, self.plan))
+        return kept(path, page.name, page.measures, lambda: measure(path, self.plan))
 
     def _shortened(self, page: Page) -> str:
         told = page.shortened if self.scale.name == SHORT else ""
@@ -218,8 +218,10 @@ def _figures(
             own = measured.get(run, {})
             own = own.get(row.part, {}) if row.part else own
             try:
+                if not fits(done[run].figures.get("iou", {}), {str: float | None}):
+                    raise ValueError("iou")
                 found.append({**run_figures(done[run].figures), **own})
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, ValueError, ArithmeticError) as error:
                 raise UserError(
                     f"the result of {run} lacks figures ({error}): remove its line of "
                     f"{RESULTS_NAME} to train it again"

@@ -1,11 +1,12 @@
 """Memory of vgg16 on CIFAR-100 as it is kept: dense, masked, narrowed, with a codebook."""
 
 from pathlib import Path
+from typing import get_type_hints
 
 from matplotlib.figure import Figure
 
 from deepmoe.evaluation import collect_gates
-from deepmoe.evaluation.memory import measure_memory
+from deepmoe.evaluation.memory import MemoryVariant, measure_memory
 from deepmoe.evaluation.narrowing import used_channels
 from deepmoe.paper.measured import opened
 from deepmoe.paper.page import Column, Line, Made, Page, Row
@@ -77,4 +78,5 @@ PAGE = Page(
         "network for each of its routes.",
     ),
     measure=measure,
+    measures={str: get_type_hints(MemoryVariant)},
 )

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from deepmoe.paper.measured import top_errors
+from deepmoe.paper.measured import TOP_ERRORS, top_errors
 from deepmoe.paper.page import MACS, MORE_TRAINING, Column, Line, Page, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.plots import against_macs
@@ -66,4 +66,5 @@ PAGE = Page(
         MORE_TRAINING,
     ),
     measure=measure,
+    measures=TOP_ERRORS,
 )

@@ -1,5 +1,6 @@
 """From the results of runs to rows: means over seeds, ours beside the paper's."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,6 +49,9 @@ def run_figures(last: Mapping[str, Any]) -> Line:
         "seconds": last.get("seconds"),
     }
     figures["reduction"] = 100 - figures["share"]
+    for key, value in figures.items():
+        if _is_number(value) and not math.isfinite(value):
+            raise ValueError(f"{key} can't be {value}")
     return figures
 
 

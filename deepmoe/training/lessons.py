@@ -16,13 +16,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from deepmoe.checkpoint import load_checkpoint
-from deepmoe.config import RunConfig, apply_overrides
+from deepmoe.checkpoint import load_checkpoint, read_network
+from deepmoe.config import GIVEN, RunConfig, apply_overrides
 from deepmoe.data import BatchLoader, DataInfo, Loader, Split, open_data
 from deepmoe.data.loader import ViewLoader
 from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError
-from deepmoe.files import write_atomically
+from deepmoe.files import check_writable, write_atomically
 from deepmoe.model import can_be_captured
 from deepmoe.progress import followed
 from deepmoe.training.teachers import Teachers, beside
@@ -42,7 +42,11 @@ class Lessons:
 
 
 def teach_from(
-    checkpoints: Sequence[Path], views: int, out: Path, overrides: Sequence[str] = ()
+    checkpoints: Sequence[Path],
+    views: int,
+    out: Path,
+    overrides: Sequence[str] = (),
+    networks: Sequence[str] = (),
 ) -> Lessons:
     """Writes down what trained networks say of the images that they have learnt from.
 
@@ -51,13 +55,23 @@ def teach_from(
         views: of each image.
         out: file to write.
         overrides: of the data's settings, such as `data.root=PATH`.
+        networks: what makes the networks that are not the zoo's own.
 
     Raises:
-        UserError: where the checkpoints differ in their images or classes.
+        UserError: where the checkpoints differ in their images or classes, or a network that is
+            not the zoo's own is not named.
     """
     if not 1 <= views <= MOST_VIEWS:
         raise UserError(f"views must be from 1 to {MOST_VIEWS:,}, not {views}")
-    loaded = [load_checkpoint(path) for path in checkpoints]
+    check_writable(out)
+    makers = [_maker(path, networks) for path in checkpoints]
+    unused = [name for name in networks if name not in makers]
+    if unused:
+        raise UserError(f"none of the teachers is made by {unused[0]}")
+    loaded = [
+        load_checkpoint(path, network=maker)
+        for path, maker in zip(checkpoints, makers, strict=True)
+    ]
     first = loaded[0]
     for path, other in zip(checkpoints, loaded, strict=True):
         if _data_of(other.config) != _data_of(first.config) or other.info != first.info:
@@ -74,6 +88,14 @@ def teach_from(
     with autocast(device, choose_precision(config.train.precision, device)):
         write_lessons(out, teachers, loader, data.info, views)
     return Lessons(views, len(loader.split))
+
+
+def _maker(path: Path, networks: Sequence[str]) -> str | None:
+    """Which of the named networks a teacher is made by; teachers may differ in that."""
+    name = read_network(path)
+    if name == GIVEN and len(networks) == 1:
+        return networks[0]
+    return name if name in networks else None
 
 
 def _data_of(config: RunConfig) -> tuple[str, int]:

@@ -425,6 +425,32 @@ def test_exits_need_an_embedding() -> None:
         collect_answers(broken, [(torch.randn(2, 3, 16, 16), torch.zeros(2, dtype=torch.long))])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@torch.no_grad()
+def test_weights_in_half_precision_leave_the_threshold_exact(dtype: torch.dtype) -> None:
+    """One of 8 bits would let many more or fewer images exit, where many are about as sure."""
+    model = unsure(None).eval()
+    model.exit_at, model.exit_vote = torch.tensor(0.9871), torch.tensor(0.15)
+    exact = (float(model.exit_at), float(model.exit_vote))
+    for way in (model.to(dtype), sparsify(model), model.with_gates(), model.float()):
+        assert (float(way.exit_at), float(way.exit_vote)) == exact
+    model.to(dtype)
+    sure = torch.tensor([0.98705, 0.98715]).double()  # on both sides of it
+    logits = torch.stack([sure, 1 - sure], dim=1).log()
+    assert model.exits(logits.float()).tolist() == [False, True]
+    assert model.double().exit_at.dtype == torch.float64
+
+
+@torch.no_grad()
+def test_exits_of_a_model_in_half_precision_are_as_found() -> None:
+    model = unsure(None).bfloat16().eval()
+    x = torch.randn(400, 3, 16, 16).bfloat16()
+    labels = model(x).embedding_logits.argmax(dim=1)
+    figures = set_exits(model, [(x, labels)], macs=0.5)
+    assert float(model.exit_at) == figures.threshold
+    assert float(model(x).exited.double().mean()) == figures.exited
+
+
 HELD_OUT = ("data.holdout=300", "train.epochs=2", "train.finetune_epochs=0", "train.batch_size=32")
 
 
@@ -517,6 +543,8 @@ def assert_refused(result: Result, *words: str) -> None:
         (["--macs", 0.5, "--guarantee", 0.95], "give a loss with it"),
         (["--macs", 0.001], "can't bring the cost to 0.001"),
         (["--loss", 0.1, "--guarantee", 0.99], "are needed"),
+        (["--loss", 1e-6, "--guarantee", 0.9], "are needed"),
+        (["--loss", 1e-300, "--guarantee", 0.9], "(1e-06 or more), not at 1e-300"),
         (["--loss", 1, "--set", "train.lr=1"], "--set can change only data"),
         (["--loss", 1, "--set", "data.holdout=200"], "data.holdout=300"),
         # The test set is none to choose a threshold on, wherever it lies.

@@ -8,6 +8,7 @@ from click.testing import CliRunner, Result
 
 from deepmoe.cli import main
 from deepmoe.paper import PAGES
+from deepmoe.paper.measured import fits
 from deepmoe.sweep import RESULTS_NAME, read_results
 
 
@@ -81,6 +82,32 @@ def check_figures(out: Path) -> None:
     assert "| class | DRN-A-50, dense |" in scenes and "| background |" in scenes
 
 
+def check_other_figures(out: Path, smoke: tuple[object, ...]) -> None:
+    """Figures that are JSON, but not what was measured: each part of each page is looked at."""
+    run = out / "runs" / "cifar100-vgg16-literal-seed0"
+    for name in ("figure-expressive", "figure-shuffle", "table-memory"):
+        path = run / f"{name}.json"
+        before = json.loads(path.read_text())
+        measured, like = before["figures"], PAGES[name].measures
+        assert fits(measured, like)
+        for key in measured:
+            for wrong in ("a word", None, [1], {"a": 1}, float("nan"), {"own": "x"}, True, 10**400):
+                assert not fits({**measured, key: wrong}, like)
+        assert not fits({**measured, "labels": 5}, like)  # which a row has of its own
+        path.write_text(json.dumps({"figures": {**measured, key: wrong}}))
+        assert f"{path} is damaged: remove it" in told(paper(name, *smoke))
+        path.write_text(json.dumps(before))
+    lines = (out / RESULTS_NAME).read_text()
+    for key, wrong in (("dense_macs", 0), ("macs", float("nan")), ("iou", [1]), ("active", None)):
+        changed = [json.loads(line) for line in lines.splitlines()]
+        for line in changed:
+            if line["values"]["run"] == run.name:  # which no other starts from
+                line["values"]["last"][key] = wrong
+        (out / RESULTS_NAME).write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+        assert "lacks figures" in told(paper("table-memory", *smoke))
+    (out / RESULTS_NAME).write_text(lines)
+
+
 def check_refusals(out: Path, smoke: tuple[object, ...]) -> None:
     """What another call makes of settings that changed, and of files that were damaged."""
     epochs = paper("table-memory", *smoke, "--set", "train.epochs=2")
@@ -89,6 +116,7 @@ def check_refusals(out: Path, smoke: tuple[object, ...]) -> None:
     (run / "table-memory.json").write_text('{"dense": ')
     assert "table-memory.json is damaged" in told(paper("table-memory", *smoke))
     (run / "table-memory.json").unlink()
+    check_other_figures(out, smoke)
     (run / "last.safetensors").unlink()
     assert "which is gone" in told(paper("table-memory", *smoke))
     lines = (out / RESULTS_NAME).read_text()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepmoe.checkpoint import load_checkpoint, save_checkpoint
 from deepmoe.cli import main
-from deepmoe.config import RunConfig, apply_overrides
+from deepmoe.config import RunConfig, apply_overrides, load_config
 from deepmoe.data import DataSource, Shard, open_data
 from deepmoe.errors import TrainingInterrupted, UserError
 from deepmoe.losses import DeepMoELoss, distance_from
@@ -48,6 +48,32 @@ def lessons(teachers: list[Path], tmp_path_factory: pytest.TempPathFactory) -> P
     taught = teach_from(teachers, VIEWS, path)
     assert (taught.views, taught.images) == (VIEWS, 1437)
     return path
+
+
+def test_teachers_of_networks_from_elsewhere_are_named(
+    teachers: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One's own code runs only where it is named, and may stand beside the zoo's networks."""
+    (tmp_path / "house.py").write_text(
+        "from torch import nn\n"
+        "def net(classes):\n"
+        "    pooled = nn.AdaptiveAvgPool2d(1), nn.Flatten()\n"
+        "    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), *pooled, nn.Linear(8, classes))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config("quickstart", ["model.name=house:net", "data.size=8", *DENSE])
+    own = fit(config, tmp_path / "own", quiet=True).checkpoint
+    together = (str(own), str(teachers[0]), "--views", "1", "--out")
+
+    unnamed = CliRunner().invoke(main, ["teach", *together, str(tmp_path / "a")])
+    assert unnamed.exit_code == 2 and "--network house:net" in unnamed.stderr
+    named = [*together, str(tmp_path / "a b"), "--network", "house:net"]
+    done = CliRunner().invoke(main, ["teach", *named])
+    assert done.exit_code == 0, done.output
+    assert is_lessons(str(tmp_path / "a b")) and f"'{tmp_path / 'a b'}'" in done.stdout
+    wrong = ["teach", *together, str(tmp_path / "c"), "--network", "house:net", "--network", "x:y"]
+    refused = CliRunner().invoke(main, wrong)
+    assert refused.exit_code == 2 and "none of the teachers is made by x:y" in refused.stderr
 
 
 def data_of(*settings: str, **options: object) -> DataSource:
