@@ -31,4 +31,15 @@ def plan(cell: Cell) -> list[Step]:
 
 
 PENALTY, RESIDUAL_PENALTY = 1e-4, 1e-5  # of the paper
-METHOD = Method("slimming", "Network Slimming", "Liu et al. 2017", plan, select)
+SCHEDULE = {  # of the paper, for CIFAR: under the penalty, and again after pruning
+    "train.epochs": 160,
+    "train.finetune_epochs": 0,
+    "train.batch_size": 64,
+    "train.schedule": "step",
+    "train.lr": 0.1,
+    "train.milestones": (80, 120),
+    "train.lr_decay": 0.1,
+    "train.nesterov": True,
+    "train.weight_decay": 1e-4,
+}
+METHOD = Method("slimming", "Network Slimming", "Liu et al. 2017", plan, select, published=SCHEDULE)

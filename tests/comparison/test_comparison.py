@@ -141,6 +141,17 @@ def test_published_schedules_are_rows_of_their_own(preset: Path) -> None:
     assert {run.needs[0] for run in grid.runs if run.needs} == {"start-seed0", "start-seed1"}
 
 
+def test_slimming_trains_under_its_penalty_by_the_published_schedule_too(preset: Path) -> None:
+    asked = open_comparison(
+        [method_named("slimming")], shares=(0.6,), preset=str(preset), published=True
+    )
+    _, theirs = rows_of(asked)
+    penalised, retrained = (step.config for step in theirs.steps)
+    for train in (penalised.train, retrained.train):
+        assert (train.epochs, train.batch_size, train.milestones) == (160, 64, (80, 120))
+    assert penalised.loss.norm_sparsity > 0 == retrained.loss.norm_sparsity
+
+
 def test_settings_of_the_schedule_are_of_the_retraining(preset: Path) -> None:
     methods = [method_named(name) for name in ("li", "thin-long")]
     asked = open_comparison(
