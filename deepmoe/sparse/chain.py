@@ -5,7 +5,7 @@ its threads. In a small network that is half of the time. Here the tasks of all 
 down once, with memory that stays, and then run one after the other by compiled code.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +48,11 @@ class Chain:
     def add(self, task: Task, pieces: int, arguments: Sequence[Argument]) -> None:
         """Writes a task down; its arrays are kept."""
         self.tasks.append((task, pieces, arguments))
+
+    @property
+    def arrays(self) -> list[Tensor]:
+        """All that its tasks read and write."""
+        return [a for _, _, arguments in self.tasks for a in arguments if isinstance(a, Tensor)]
 
     def close(self) -> None:
         """Makes it ready to be run: no more tasks are added."""
@@ -106,6 +111,9 @@ class ChainedNetwork:
             if reply.begins is not None:
                 reply.begins.close()
         self.memory = {reply.result.untyped_storage().data_ptr() for reply in made}
+        chains = [reply.begins for reply in made if reply.begins is not None]
+        kept = [array for chain in chains for array in chain.arrays]
+        self.bytes = _bytes_of(kept) - _bytes_of([layer.weight for layer in layers.values()], kept)
 
     @property
     def layers(self) -> int:
@@ -270,6 +278,16 @@ class _Replies(BesideFixed):
         return reply.result
 
 
+def _bytes_of(arrays: Iterable[Tensor], among: Iterable[Tensor] | None = None) -> int:
+    """Memory of arrays, each counted once; of those that are among others, if these are given."""
+    found = {array.untyped_storage().data_ptr(): array.untyped_storage() for array in arrays}
+    if among is not None:
+        found = {
+            at: found[at] for at in found.keys() & {a.untyped_storage().data_ptr() for a in among}
+        }
+    return sum(storage.nbytes() for storage in found.values())
+
+
 class StaticNetwork:
     """A network without gates. Single images on a CPU go by a chain, where that is faster.
 
@@ -295,6 +313,11 @@ class StaticNetwork:
         self.plain = plain
         self.planner = planner
         self.chained: dict[Hashable, ChainedNetwork] = {}  # by size and threads
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the chains, weights that are there anyway left out."""
+        return sum(network.bytes for network in self.chained.values())
 
     def __call__(self, x_BCHW: Tensor) -> Tensor:
         """What the network gives for images."""

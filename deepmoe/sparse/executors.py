@@ -152,30 +152,6 @@ class MaskedExecutor(BesideFixed):
         return None if number is None else self.gates[number]
 
 
-class SmallNetwork:
-    """The physically small network of one route, its gates folded into the weights.
-
-    It starts behind the layers that are the same for all routes.
-
-    Args:
-        program: of the whole network.
-        gates: of the route: for each gated group a vector, zero where a unit is off.
-    """
-
-    def __init__(self, program: Program, gates: Sequence[Tensor]) -> None:
-        self.program = program
-        self.executor = FixedExecutor(parts_of_route(program, gates))
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the weights."""
-        return self.executor.bytes
-
-    def __call__(self, x_BCHW: Tensor, size: tuple[int, int]) -> Tensor:
-        """Logits, from what the first layers give for images of this size."""
-        return self.program.go_on(self.executor, x_BCHW, size)
-
-
 def parts_of_route(program: Program, gates: Sequence[Tensor]) -> Parts:
     """The active channels of one route alone, and the gates in the weights that read them."""
     weight = next(iter(program.layers.values())).weight

@@ -23,7 +23,6 @@ from deepmoe.sparse.executors import (
     Executor,
     FixedExecutor,
     MaskedExecutor,
-    SmallNetwork,
     whole_network,
     with_idle,
 )
@@ -32,10 +31,11 @@ from deepmoe.sparse.few_inputs import ImageConvolution, channel_multiple
 from deepmoe.sparse.inference import InferenceModel
 from deepmoe.sparse.planner import Plan, Planner, in_words
 from deepmoe.sparse.route_groups import images_of, in_order, parts_by_route, roughly, routes_of
+from deepmoe.sparse.small_network import SmallNetwork
 from deepmoe.sparse.translation import translate
 
 DENSITY_STEPS = 16  # in how many steps the planner tells densities apart
-PLANNING_IMAGES = 13  # after so many, the dynamic network has planned its own layers
+PLANNING_IMAGES = 13  # after so many, networks have planned how to run their own layers
 ROUNDING = 1e-5  # by which a mixture of weights may come out above the largest of them
 MOST_ROUTES_ON_GPU = 8  # each route is a network of its own, too small to fill a GPU
 # Where nothing is measured: a GPU gains nothing from a few channels less in small batches.
@@ -152,7 +152,7 @@ class SparseModel(InferenceModel):
         if model.codebook is not None:
             codes = self._kept(model.codebook.codes.split(model.codebook.widths, dim=1))
             self.small_networks = CodeNetworks(
-                lambda code: SmallNetwork(self.program, [g[code] for g in codes]),
+                lambda code: SmallNetwork(self.program, [g[code] for g in codes], self.planner),
                 len(model.codebook.codes),
                 device,
                 memory_limit,
@@ -304,7 +304,8 @@ class SparseModel(InferenceModel):
             ),
             "codebook": lambda: networks(x_BCHW, counts_K.tolist(), start.size),
         }
-        logits = self.planner.run(self._shape_to_plan(x_BCHW), ways, x_BCHW.device)
+        warm_up = max(1, PLANNING_IMAGES // len(images))
+        logits = self.planner.run(self._shape_to_plan(x_BCHW), ways, x_BCHW.device, warm_up)
         return in_order(logits, images)
 
     def _shape_to_plan(self, x_BCHW: Tensor) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from helpers import randomise_statistics
 from torch import Tensor, nn
 
 from deepmoe.graph import Gating, describe
+from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, list_models
 from deepmoe.sparse import Plan, SparseModel, sparsify, threads
@@ -168,6 +169,29 @@ def test_maxima_of_squares(size: int, stride: int) -> None:
     for _ in range(2):
         chain.run()
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@torch.inference_mode()
+def test_small_networks_of_codes_and_the_embedding_are_chained_too() -> None:
+    with torch.inference_mode(False):
+        model = create_model("vgg11", wide=0.5, classes=5).eval()
+        randomise_statistics(model)
+        channels = sum(model.gating.widths)
+        codes = torch.rand(2, channels) * (torch.rand(2, channels) < 0.5)
+        book = RouteCodebook(codes, torch.ones(channels), model.gating.widths)
+        model = model.with_gates(codebook=book).eval()
+    x = torch.randn(1, 3, 32, 32)
+    names = ("code", "embedding")
+    cases = {in_words((name, *x.shape[1:], torch.get_num_threads())): CHAINED for name in names}
+    sparse = sparsify(model, plan=Plan(cases))
+    for _ in range(2):
+        assert error(sparse(x).logits, model(x).logits) <= ALLOWED
+    assert sparse.fast_embedding.steps[0].chained.keys() == {("embedding", *case_of(x)[1:])}
+    networks = sparse.small_networks
+    (small,) = networks.networks.values()
+    (static,) = small.networks.values()
+    assert len(static.chained) == 1
+    assert networks.bytes == small.executor.bytes + static.bytes > small.executor.bytes
 
 
 def test_a_network_without_such_layers_has_an_empty_chain() -> None:
