@@ -20,7 +20,6 @@ from deepmoe.sparse.code_networks import CodeNetworks
 from deepmoe.sparse.dynamic import DynamicNetwork
 from deepmoe.sparse.embedding import fast_embedding
 from deepmoe.sparse.executors import (
-    Executor,
     FixedExecutor,
     MaskedExecutor,
     whole_network,
@@ -141,7 +140,7 @@ class SparseModel(InferenceModel):
         preferred = PREFERRED_ON_GPU if device.type == "cuda" else PREFERRED
         self.planner: Planner[Hashable] = Planner(preferred, None if plan is None else plan.network)
         self.static = StaticNetwork(
-            "whole", self._run_layers, self.program.layers, self.whole, self.planner
+            "whole", self.program.whole, self.program.layers, self.whole, self.planner
         )
         self.side_stream = SideStream(device)
         self.dense_shapes: set[torch.Size] = set()  # whose last batch ran all channels, on a GPU
@@ -220,7 +219,7 @@ class SparseModel(InferenceModel):
             looked: what the embedding gives for them, if it has looked at them already.
         """
         if self.heads is None:
-            return self._run("whole", self.static, x_BCHW), None, None
+            return self._run("whole", self._run_whole, x_BCHW), None, None
         size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
         prepare = self._find_routes if self.small_networks is None else self._find_codes
         g_BC, embedding_logits, features, *found = self._run("prepare", prepare, x_BCHW, *looked)
@@ -345,14 +344,15 @@ class SparseModel(InferenceModel):
         self.side_stream.join(features)
         return g_BC, embedding_logits, features
 
-    def _features(self, x_BCHW: Tensor, executor: Executor | None = None) -> Tensor:
-        images = x_BCHW if self.takes_any_image else self._converted(x_BCHW)
-        return self.program.start(executor or self.whole, images)
+    def _features(self, x_BCHW: Tensor) -> Tensor:
+        return self.program.start(self.whole, self._images(x_BCHW))
 
-    def _run_layers(self, executor: Executor, x_BCHW: Tensor) -> Tensor:
+    def _run_whole(self, x_BCHW: Tensor) -> Tensor:
         """Logits by all channels, without gates."""
-        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
-        return self.program.go_on(executor, self._features(x_BCHW, executor), size)
+        return self.static(self._images(x_BCHW))
+
+    def _images(self, x_BCHW: Tensor) -> Tensor:
+        return x_BCHW if self.takes_any_image else self._converted(x_BCHW)
 
     def _split(self, g_BC: Tensor) -> Gates:
         return g_BC.split(self.gating.widths, dim=1)

@@ -38,10 +38,11 @@ class SmallNetwork:
     def __call__(self, x_BCHW: Tensor, size: tuple[int, int]) -> Tensor:
         """Logits, from what the first layers give for images of this size."""
         if size not in self.networks:
-            run = partial(self._run, size)
+            run = partial(_go_on, self.program, size)
             layers, planner = self.parts.layers, self.planner
             self.networks[size] = StaticNetwork("code", run, layers, self.executor, planner)
         return self.networks[size](x_BCHW)
 
-    def _run(self, size: tuple[int, int], executor: Executor, x_BCHW: Tensor) -> Tensor:
-        return self.program.go_on(executor, x_BCHW, size)
+
+def _go_on(program: Program, size: tuple[int, int], executor: Executor, x_BCHW: Tensor) -> Tensor:
+    return program.go_on(executor, x_BCHW, size)

@@ -1,5 +1,8 @@
 """All convolutions of a network in one call, against the network itself."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -192,6 +195,21 @@ def test_small_networks_of_codes_and_the_embedding_are_chained_too() -> None:
     (static,) = small.networks.values()
     assert len(static.chained) == 1
     assert networks.bytes == small.executor.bytes + static.bytes > small.executor.bytes
+
+
+@torch.inference_mode()
+def test_memory_is_given_back_with_the_model() -> None:
+    model, x = made("vgg11", wide=0.25), torch.randn(1, 3, 32, 32)
+    sparse = chained(model, x)
+    sparse(x)
+    (network,) = sparse.static.chained.values()
+    gone = weakref.ref(network)
+    gc.disable()  # a cycle of references would wait for it, with all weights
+    try:
+        del sparse, network
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_network_without_such_layers_has_an_empty_chain() -> None:
