@@ -79,25 +79,16 @@ def let_exit(model: DeepMoE, images: torch.Tensor, count: int) -> None:
     model.exit_at.fill_(sorted(sure)[-count])
 
 
-@torch.inference_mode()
 def measure(models: dict[str, DeepMoE], rounds: int = ROUNDS) -> dict[str, Any]:
-    """Milliseconds of an image, the median over rounds, and its MACs; means over images."""
+    """Milliseconds of an image, and its MACs; means over images."""
     images = torch.randn(IMAGES, 1, 3, *SIZE)
     for model in models.values():
         if model.exit_at is not None:
             let_exit(model, images, EXITING)
-    with torch.inference_mode(False):
-        sparse: dict[str, Callable] = {name: sparsify(model) for name, model in models.items()}
-    for number in range(WARM_UP):
-        for call in sparse.values():
-            call(images[number % IMAGES])
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds):
-        for name, call in sparse.items():
-            seconds[name].append(statistics.fmean(fastest(partial(call, x)) for x in images))
+    times = in_turn({name: sparsify(model) for name, model in models.items()}, images, rounds)
     return {
         name: {
-            "ms": 1e3 * statistics.median(seconds[name]),
+            "ms": times[name],
             "macs": statistics.fmean(_macs(model, x) for x in images),
             "exited": EXITING / IMAGES if model.exit_at is not None else 0.0,
         }
@@ -105,11 +96,25 @@ def measure(models: dict[str, DeepMoE], rounds: int = ROUNDS) -> dict[str, Any]:
     }
 
 
+@torch.inference_mode()
+def in_turn(calls: dict[str, Callable], images: torch.Tensor, rounds: int) -> dict[str, float]:
+    """Milliseconds of an image, the median over rounds of means over images."""
+    for number in range(WARM_UP):
+        for call in calls.values():
+            call(images[number % IMAGES])
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            seconds[name].append(statistics.fmean(fastest(partial(call, x)) for x in images))
+    return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
+
+
 def fastest(call: Callable[[], Any]) -> float:
     """Seconds of the fastest of a few calls."""
     return min(timed(call, torch.device("cpu"))[1] for _ in range(BLOCK))
 
 
+@torch.inference_mode()
 def _macs(model: DeepMoE, x_BCHW: torch.Tensor) -> float:
     output = model(x_BCHW)
     if output.gates is None and output.exited is None:

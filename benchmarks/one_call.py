@@ -8,14 +8,12 @@ ways take turns, as in headline_latency.py.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from headline_latency import IMAGES, ROUNDS, SIZE, WARM_UP, cascade, dense, fastest, let_exit
+from headline_latency import IMAGES, ROUNDS, SIZE, cascade, dense, in_turn, let_exit
 
 from deepmoe import sparsify
 from deepmoe.model import DeepMoE
@@ -37,19 +35,6 @@ def planned(model: DeepMoE, first: str, whole: str, threads: int) -> Callable:
     return sparsify(model, plan=Plan(cases))
 
 
-@torch.inference_mode()
-def measure(calls: dict[str, Callable], images: torch.Tensor, rounds: int) -> dict[str, float]:
-    """Milliseconds of an image, the median over rounds of means over images."""
-    for number in range(WARM_UP):
-        for call in calls.values():
-            call(images[number % IMAGES])
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            seconds[name].append(statistics.fmean(fastest(partial(call, x)) for x in images))
-    return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
-
-
 def all_cases(rounds: int) -> list[dict[str, Any]]:
     """Networks alone, and the cascade beside its second stage."""
     images, found = torch.randn(IMAGES, 1, 3, *SIZE), []
@@ -59,14 +44,14 @@ def all_cases(rounds: int) -> list[dict[str, Any]]:
         for share in SHARES:
             model = dense(share)
             calls = {way: planned(model, way, way, threads) for way in WAYS}
-            figures = measure(calls, images, rounds)
+            figures = in_turn(calls, images, rounds)
             found.append({"threads": threads, "share": share, "ms": figures})
         model = cascade(FIRST, SECOND)
         let_exit(model, images, round(EXITED * IMAGES))
         calls = {way: planned(model, way, LIBRARY, threads) for way in WAYS}
         calls["second stage alone"] = planned(dense(SECOND), LIBRARY, LIBRARY, threads)
         stages = {"first": FIRST, "second": SECOND, "exited": round(EXITED * IMAGES) / IMAGES}
-        figures = measure(calls, images, rounds)
+        figures = in_turn(calls, images, rounds)
         found.append({"threads": threads, **stages, "ms": figures})
     torch.set_num_threads(before)
     return found
