@@ -25,6 +25,7 @@ from deepmoe.graph import Gating
 from deepmoe.model import DeepMoE
 from deepmoe.random_routes import set_routes
 from deepmoe.results import write_result
+from deepmoe.sources import import_torchvision
 
 SIZE = (224, 224)
 DENSITY = 0.5
@@ -52,7 +53,7 @@ TORCHVISION = ("resnet50", "vgg16_bn", "densenet121", "googlenet", "mobilenet_v2
 
 def networks() -> dict[str, Callable[[], nn.Module]]:
     """What is measured, by the package and its own name."""
-    declare_operators()
+    import_torchvision()
     import timm
     import torchvision
     import transformers
@@ -70,17 +71,6 @@ def networks() -> dict[str, Callable[[], nn.Module]]:
         **{f"timm {name}": lambda n=name: timm.create_model(n) for name in TIMM},
         **{f"torchvision {name}": lambda n=name: of_torchvision(n) for name in TORCHVISION},
     }
-
-
-def declare_operators() -> None:
-    """Lets torchvision be imported where its binary part does not load; nothing here runs it."""
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        declare_operators.library = library  # type: ignore[attr-defined]
 
 
 @torch.inference_mode()

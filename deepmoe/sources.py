@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepmoe.console import complain
 from deepmoe.errors import UserError, reason
 from deepmoe.progress import progress
 
 USUAL_SIZE = (224, 224)
+DETECTION_OPERATORS = ("nms", "qnms")  # that torchvision asks for when it is imported
+_DECLARED: list[torch.library.Library] = []  # operators last as long as their library
 FORMS = "timm:NAME, torchvision:NAME, hf:FOLDER_OR_ID or package.module:factory"
 
 
@@ -67,7 +70,35 @@ def usual_size(network: nn.Module) -> tuple[int, int]:
     return tuple(size[-2:]) if isinstance(size, list | tuple) and len(size) >= 2 else USUAL_SIZE
 
 
+def import_torchvision() -> None:
+    """Lets torchvision be imported where its compiled part was built for another torch.
+
+    timm and others import it too, for networks that are plain PyTorch. What is missing then are
+    operators of object detection: they are declared here, and fail if they are run.
+    """
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:
+        return  # whoever needs it says so
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+        _DECLARED.append(torch.library.Library("torchvision", "FRAGMENT"))
+        for name in DETECTION_OPERATORS:
+            _DECLARED[-1].define(
+                f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]  # what the first attempt has left behind
+        importlib.import_module("torchvision")
+        complain(
+            f"torchvision was built for another torch than {torch.__version__}: its networks work, "
+            "its detection operators do not"
+        )
+
+
 def _from_timm(name: str, pretrained: bool) -> nn.Module:
+    import_torchvision()
     timm = importlib.import_module("timm")
     if not timm.is_model(name):
         raise UserError(f"timm has no model named {name!r}")
@@ -75,6 +106,7 @@ def _from_timm(name: str, pretrained: bool) -> nn.Module:
 
 
 def _from_torchvision(name: str, pretrained: bool) -> nn.Module:
+    import_torchvision()
     models = importlib.import_module("torchvision.models")
     if name not in models.list_models():
         raise UserError(f"torchvision has no model named {name!r}")
@@ -82,6 +114,7 @@ def _from_torchvision(name: str, pretrained: bool) -> nn.Module:
 
 
 def _from_hugging_face(name: str, pretrained: bool) -> nn.Module:
+    import_torchvision()
     transformers = importlib.import_module("transformers")
     auto = transformers.AutoModelForImageClassification
     # A folder holds weights, or a configuration alone.

@@ -1,6 +1,7 @@
 """Networks of other packages by name: in Python, in a configuration, on the command line."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -328,3 +329,29 @@ def test_a_checkpoint_of_a_given_module_asks_for_one_like_it(folder) -> None:
     x = torch.randn(2, 3, 16, 16)
     assert torch.equal(loaded(x).logits, model(x).logits)
     assert torch.equal(fresh[0].weight, before)  # what was given stays as it was
+
+
+def test_a_torchvision_that_was_built_for_another_torch_is_no_obstacle(tmp_path) -> None:
+    (tmp_path / "torchvision.py").write_text(
+        "import torch\n"
+        "for name in ('nms', 'qnms'):\n"
+        "    torch.library.register_fake(f'torchvision::{name}')(lambda *boxes: boxes)\n"
+    )
+    (tmp_path / "timm.py").write_text(
+        "import torchvision\nfrom torch import nn\n"
+        "def is_model(name):\n    return name == 'small'\n"
+        "def create_model(name, pretrained):\n"
+        "    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)]\n"
+        "    pooling = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)]\n"
+        "    return nn.Sequential(*layers, *pooling)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "deepmoe", "describe", "timm:small"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    told = [line for line in result.stderr.splitlines() if "torchvision" in line]
+    assert len(told) == 1 and "its networks work" in told[0]

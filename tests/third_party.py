@@ -1,25 +1,19 @@
 """Networks of other packages with random weights; who lacks a package skips its tests."""
 
-import sys
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
-import torch
 from torch import nn
 
+from deepmoe.sources import import_torchvision
+
 CLASSES = 10
-_libraries: list[torch.library.Library] = []  # operators last as long as their library
 
 
 def torchvision_models() -> ModuleType:
     """`torchvision.models`, also where torchvision's binary part does not load."""
-    try:
-        import torchvision  # noqa: F401
-    except ModuleNotFoundError:
-        pytest.skip("torchvision is not installed")
-    except RuntimeError:  # an operator is missing, which nothing here runs
-        _declare_operators()
+    import_torchvision()
     return pytest.importorskip("torchvision.models")
 
 
@@ -33,15 +27,6 @@ def transformers() -> ModuleType:
     """`transformers`, which imports torchvision for some of its models."""
     torchvision_models()
     return pytest.importorskip("transformers")
-
-
-def _declare_operators() -> None:
-    library = torch.library.Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _libraries.append(library)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[name]  # what the first attempt has left behind
 
 
 def _hugging_face(kind: str, **options: object) -> Callable[[], nn.Module]:
