@@ -143,7 +143,7 @@ class _Builder(BesideFixed):
         super().__init__(fixed)
         self.layers = layers
         self.chain = Chain()
-        self.made: list[Tensor] = []  # what the chain will have filled
+        self.made: list[tuple[Tensor, int]] = []  # what the chain will have filled, unchanged
         self.replies: list[Reply | None] = []  # to each question; `None` where no chain has one
 
     def convolve(self, path: str, x_BCHW: Tensor) -> Tensor:
@@ -180,17 +180,20 @@ class _Builder(BesideFixed):
         """The memory that a layer's tasks will fill, in this chain or in a new one."""
         begins: Chain | None = None
         entries: tuple[Tensor, ...] = ()
-        if not all(map(self._is_made, inputs)):
-            begins = self.chain = Chain()
-            inputs = entries = tuple(torch.zeros(x.shape) for x in inputs)
-            self.made = []
-        result = layer(*inputs)
-        self.made.append(result)
+        # Tensors of inference mode would not tell when they are changed.
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+            if not all(map(self._is_made, inputs)):
+                begins = self.chain = Chain()
+                inputs = entries = tuple(torch.zeros(x.shape, dtype=x.dtype) for x in inputs)
+                self.made = []
+            result = layer(*inputs)
+        self.made.append((result, result._version))
         self.replies.append(Reply(result, begins, entries))
         return result
 
     def _is_made(self, x: Tensor) -> bool:
-        return any(x is result for result in self.made)
+        """Whether it is just what the chain fills: the network may change that in place."""
+        return any(x is result and x._version == version for result, version in self.made)
 
     def _convolved(self, path: str, x_BCHW: Tensor, onto: Tensor | None = None) -> Tensor:
         layer = self.layers[path]
@@ -216,7 +219,7 @@ class _Builder(BesideFixed):
         y, x = np.divmod(np.arange(step), wide)
         inside = (y < height) & (x < width)
         places = np.where(inside, y * x_BCHW.stride(2) + x * x_BCHW.stride(3), -1)
-        planes = torch.empty(channels, step)
+        planes = torch.empty(channels, step, dtype=torch.float32)
         arrays = (x_BCHW, torch.from_numpy(places.astype(np.int32)), planes)
         sizes = (step, x_BCHW.stride(1), some_of(channels))
         self.chain.add(arrange.ctypes, channels, [*sizes, *arrays])
@@ -226,7 +229,7 @@ class _Builder(BesideFixed):
         from deepmoe.sparse.numba_kernels import channels_last
 
         _, channels, height, width = x_BCHW.shape
-        out = torch.empty(1, height, width, channels)
+        out = torch.empty(1, height, width, channels, dtype=torch.float32)
         strides = (x_BCHW.stride(1), x_BCHW.stride(2))
         self.chain.add(channels_last.ctypes, height, [channels, width, *strides, x_BCHW, out])
         return out.permute(0, 3, 1, 2)
@@ -236,7 +239,7 @@ class _Builder(BesideFixed):
 
         _, channels, *sides = x_BCHW.shape
         height, width = ((n - size) // stride + 1 for n in sides)
-        out = torch.empty(1, channels, height, width)
+        out = torch.empty(1, channels, height, width, dtype=torch.float32)
         shape = (size, stride, height, width, x_BCHW.stride(1), x_BCHW.stride(2))
         self.chain.add(max_pool.ctypes, channels, [*shape, some_of(channels), x_BCHW, out])
         return out
@@ -321,13 +324,17 @@ class StaticNetwork:
 
     def __call__(self, x_BCHW: Tensor) -> Tensor:
         """What the network gives for images."""
-        if len(x_BCHW) != 1 or x_BCHW.device.type != "cpu" or x_BCHW.dtype != torch.float32:
+        fits = len(x_BCHW) == 1 and x_BCHW.device.type == "cpu" and x_BCHW.dtype == torch.float32
+        if not fits or torch.compiler.is_compiling():  # addresses of memory can't be traced
             return self.program(self.plain, x_BCHW)
         case = (self.name, *x_BCHW.shape[1:], torch.get_num_threads())
         ways: dict[str, Callable[[], Tensor]] = {LIBRARY: lambda: self.program(self.plain, x_BCHW)}
         if case in self.chained or len(self.chained) < MOST_SIZES:
             ways[CHAINED] = lambda: self._run_chained(case, x_BCHW)
-        return self.planner.run(case, ways, x_BCHW.device, WARM_UP)
+        result = self.planner.run(case, ways, x_BCHW.device, WARM_UP)
+        if self.planner.chosen.get(case) == LIBRARY:
+            self.chained.pop(case, None)  # its memory is for other sizes
+        return result
 
     def _run_chained(self, case: Hashable, x_BCHW: Tensor) -> Tensor:
         if case not in self.chained:

@@ -69,7 +69,7 @@ class _Form:
         channels, step, row = x_CHW.shape[0], x_CHW.stride(0), x_CHW.stride(1)
         room = (channels + 1) * self.floats + LARGEST_VECTOR  # vectors may reach beyond the last
         if self.memory.shape[0] < room:
-            self.memory = torch.zeros(room)
+            self.memory = torch.zeros(room, dtype=torch.float32)
         if row not in self.places:
             self.places[row] = self._places(row)
         arrays = (x_CHW, self.places[row], self.memory)
@@ -161,7 +161,7 @@ class DirectConvolution:
         self.vectors = -(-form.positions // machine().lanes)
         self.step = self.vectors * machine().lanes
         self.bias = layer.weight.new_zeros(outputs) if layer.bias is None else layer.bias
-        self.ones = torch.ones(outputs)
+        self.ones = torch.ones(outputs, dtype=torch.float32)
         self.numbers = torch.arange(max(outputs, inputs))
         self.tap_places = torch.tensor(form.tap_places())
         self.tiles: dict[int, Tile] = {}
@@ -192,7 +192,7 @@ class DirectConvolution:
         inputs = x_BCHW.shape[1]
         tile = self._tile(outputs)
         groups, blocks = -(-self.vectors // tile.vectors), -(-outputs // tile.outputs)
-        out = torch.empty(outputs, step)
+        out = torch.empty(outputs, step, dtype=torch.float32)
         x, x_step = self._input(x_BCHW, run)
         added, added_step = out, 0
         if onto is not None:
@@ -265,6 +265,6 @@ def in_planes(x_BCHW: Tensor, wide: int, step: int) -> tuple[Tensor, int]:
     _, channels, height, width = x_BCHW.shape
     if are_planes(x_BCHW, wide, step):
         return x_BCHW, x_BCHW.stride(1)
-    planes = torch.empty(channels, step)
+    planes = torch.empty(channels, step, dtype=torch.float32)
     planes[:, : height * wide].view(channels, height, wide)[:, :, :width].copy_(x_BCHW[0])
     return planes, step

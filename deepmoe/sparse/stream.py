@@ -35,7 +35,8 @@ class StreamedWeights:
         self.width = -(-share // LANES) * LANES
         blocks = -(-outputs // self.width)
         self.outputs = outputs
-        self.numbers, self.ones = torch.arange(outputs), torch.ones(outputs)
+        self.numbers = torch.arange(outputs)
+        self.ones = torch.ones(outputs, dtype=torch.float32)
         self.bias = layer.weight.new_zeros(outputs) if layer.bias is None else layer.bias
         padded = F.pad(layer.weight, (0,) * 6 + (0, blocks * self.width - outputs))
         self.rows = padded.reshape(blocks, self.width, -1).transpose(1, 2).contiguous()
@@ -68,7 +69,7 @@ class StreamedWeights:
         ins = torch.arange(x_BCHW.shape[1]) if ins is None else ins
         positions, chunks = height * width, -(-len(ins) // kernels.CHUNK)
         room = kernels.CHUNK * self.kernel[0] * self.kernel[1] + kernels.GROUP
-        values = torch.empty(positions, chunks, room)
+        values = torch.empty(positions, chunks, room, dtype=torch.float32)
         rows = torch.empty(positions, chunks, room, dtype=torch.int32)
         counts = torch.empty(positions, chunks, dtype=torch.int32)
         geometry = (*self.kernel, layer.stride[0], layer.padding[0], layer.dilation[0], width)
@@ -80,10 +81,10 @@ class StreamedWeights:
         )
         blocks, n_rows, outputs = self.rows.shape
         sizes = (positions, chunks, room, n_rows, outputs)
-        sums = torch.empty(blocks, positions, outputs)
+        sums = torch.empty(blocks, positions, outputs, dtype=torch.float32)
         run(kernels.stream.ctypes, blocks, [*sizes, self.rows, *lists, sums])
         count = self.outputs if outs is None else outs.shape[0]
-        y = torch.empty(1, count, height, width)
+        y = torch.empty(1, count, height, width, dtype=torch.float32)
         arrays = (
             *(sums, self.numbers if outs is None else outs, self.bias),
             *(self.ones if gate is None else gate, y),

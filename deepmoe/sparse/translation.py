@@ -38,6 +38,13 @@ from deepmoe.sparse.program import Program
 
 # What is nothing in evaluation.
 LEFT_OUT = {*DROPOUTS, "droppath", "stochasticdepth", "detach", "identity"}
+# What needs values to lie as the network's own layers leave them, and what does not.
+AS_THEY_LIE: dict[Any, Any] = {
+    "view": "reshape",
+    "view_as": "reshape_as",
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
 
 
 def translate(module: nn.Module, gating: Gating, dtype: torch.dtype) -> Program:
@@ -82,6 +89,8 @@ class _Translation:
             if self._name(node) in LEFT_OUT:  # of evaluation: nothing
                 assert isinstance(node.args[0], fx.Node)
                 self._replace(node, node.args[0])
+            elif self._moves_values(node):
+                node.target = AS_THEY_LIE[node.target]
         for node in list(self.copied.nodes):
             if node.name in layers:
                 self._fold_layer(node, layers[node.name])
@@ -132,6 +141,11 @@ class _Translation:
         if not node.op.startswith("call"):
             return ""
         return name_of(node, self.module)
+
+    def _moves_values(self, node: fx.Node) -> bool:
+        """Whether a node needs values as they lie, for another shape and not another type."""
+        called = node.op in ("call_method", "call_function") and node.target in AS_THEY_LIE
+        return called and not node.kwargs and torch.dtype not in map(type, node.args)
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
         if node in self.shapes:

@@ -2,6 +2,9 @@
 
 import gc
 import weakref
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from deepmoe.graph import Gating, describe
 from deepmoe.layers import RouteCodebook
 from deepmoe.model import DeepMoE
 from deepmoe.registry import create_model, list_models
-from deepmoe.sparse import Plan, SparseModel, sparsify, threads
+from deepmoe.sparse import Plan, SparseModel, planner, sparsify, threads
 from deepmoe.sparse.chain import CHAINED, LIBRARY, Chain, ChainedNetwork
 from deepmoe.sparse.planner import in_words
 from deepmoe.sparse.threads import some_of
@@ -102,20 +105,109 @@ class AllConvolutions(nn.Module):
         return self.last(F.relu(self.second(F.relu(self.first(x))))).flatten(1)
 
 
+def without_gates(network: nn.Module) -> DeepMoE:
+    with torch.inference_mode(False):
+        graph = describe(network.eval(), torch.randn(2, 3, 16, 16))
+        return DeepMoE(None, None, network, Gating(graph, ())).eval()
+
+
 @torch.inference_mode()
 def test_results_are_not_written_over_by_the_next_run() -> None:
     torch.manual_seed(0)
     with torch.inference_mode(False):
-        network = AllConvolutions().eval()
-        graph = describe(network, torch.randn(2, 3, 16, 16))
-        model = DeepMoE(None, None, network, Gating(graph, ()))
+        model = without_gates(AllConvolutions())
     first, second = torch.randn(2, 1, 3, 16, 16)
-    sparse = chained(model.eval(), first)
+    sparse = chained(model, first)
     given = sparse(first).logits
     before = given.clone()
     sparse(second)
     assert torch.equal(given, before)
     assert error(given, model(first).logits) <= ALLOWED
+
+
+class Around(nn.Module):
+    """Two convolutions, and something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 20, 3, padding=1)
+        self.between = between
+        self.second = nn.Conv2d(20, 24, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x))).mean((2, 3))
+
+
+def into_itself(x: Tensor) -> Tensor:
+    return torch.abs(x, out=x)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "between",
+    [
+        *(nn.CELU(inplace=True), nn.SELU(inplace=True), nn.Threshold(0.1, -0.3, inplace=True)),
+        *(into_itself, nn.Dropout(inplace=True)),
+    ],
+    ids=lambda b: getattr(b, "__name__", type(b).__name__),
+)
+def test_what_changes_a_result_in_place_is_not_left_out(between: Any) -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        model = without_gates(Around(between))
+    x = torch.randn(1, 3, 16, 16)
+    sparse = chained(model, x)
+    for _ in range(2):
+        assert error(sparse(x).logits, model(x).logits) <= ALLOWED
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "between",
+    [lambda x: x.view(x.size(0), 20, -1).view(x.shape), lambda x: x.view(-1).view_as(x)],
+    ids=["view", "view_as"],
+)
+def test_views_of_results_that_lie_apart(between: Any) -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        model = without_gates(Around(between))
+    x = torch.randn(1, 3, 16, 16)
+    assert error(chained(model, x)(x).logits, model(x).logits) <= ALLOWED
+
+
+@torch.inference_mode()
+def test_compiled_code_goes_without_a_chain() -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        model = without_gates(AllConvolutions())
+    x = torch.randn(1, 3, 16, 16)
+    compiled = torch.compile(chained(model, x), backend="eager")
+    assert error(compiled(x).logits, model(x).logits) <= ALLOWED
+
+
+@torch.inference_mode()
+def test_any_default_precision() -> None:
+    model, x = made("vgg11", wide=0.25), torch.randn(1, 3, 32, 32)
+    expected = chained(model, x)(x).logits
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(chained(model, x)(x).logits, expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@torch.inference_mode()
+def test_a_slower_chain_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = cycle([1.0, 2.0])  # the library's run comes first
+    monkeypatch.setattr(planner, "timed", lambda run, _: (run(), next(seconds)))
+    model, x = made("vgg11", wide=0.25), torch.randn(1, 3, 32, 32)
+    sparse = sparsify(model)
+    sparse(x), sparse(x)
+    assert case_of(x) in sparse.static.chained
+    for _ in range(8):
+        sparse(x)
+    assert sparse.plan.network[in_words(case_of(x))] == LIBRARY
+    assert not sparse.static.chained
 
 
 @torch.inference_mode()
