@@ -5,7 +5,7 @@ its threads. In a small network that is half of the time. Here the tasks of all 
 down once, with memory that stays, and then run one after the other by compiled code.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -107,29 +107,21 @@ class ChainedNetwork:
         program(builder, x_BCHW)  # what it gives is nothing yet
         self.replies = builder.replies
         made = [reply for reply in self.replies if reply is not None]
-        for reply in made:
-            if reply.begins is not None:
-                reply.begins.close()
-        self.memory = {reply.result.untyped_storage().data_ptr() for reply in made}
         chains = [reply.begins for reply in made if reply.begins is not None]
-        kept = [array for chain in chains for array in chain.arrays]
-        self.bytes = _bytes_of(kept) - _bytes_of([layer.weight for layer in layers.values()], kept)
-
-    @property
-    def layers(self) -> int:
-        """How many calls of layers the chains have taken over."""
-        return sum(reply is not None for reply in self.replies)
-
-    @property
-    def chains(self) -> int:
-        """How many there are."""
-        return sum(reply is not None and reply.begins is not None for reply in self.replies)
+        for chain in chains:
+            chain.close()
+        self.layers, self.chains = len(made), len(chains)  # calls taken over, and by how many
+        self.memory = {_storage(reply.result) for reply in made}
+        used = {_storage(a): a.untyped_storage().nbytes() for c in chains for a in c.arrays}
+        for layer in layers.values():
+            used.pop(_storage(layer.weight), None)  # there in any case
+        self.bytes = sum(used.values())
 
     def __call__(self, x_BCHW: Tensor) -> Tensor:
         """What the network gives."""
         result = self.program(_Replies(self.replies, self.plain), x_BCHW)
         # Memory of a chain is written to by its next run.
-        return result.clone() if result.untyped_storage().data_ptr() in self.memory else result
+        return result.clone() if _storage(result) in self.memory else result
 
 
 class _Builder(BesideFixed):
@@ -281,14 +273,9 @@ class _Replies(BesideFixed):
         return reply.result
 
 
-def _bytes_of(arrays: Iterable[Tensor], among: Iterable[Tensor] | None = None) -> int:
-    """Memory of arrays, each counted once; of those that are among others, if these are given."""
-    found = {array.untyped_storage().data_ptr(): array.untyped_storage() for array in arrays}
-    if among is not None:
-        found = {
-            at: found[at] for at in found.keys() & {a.untyped_storage().data_ptr() for a in among}
-        }
-    return sum(storage.nbytes() for storage in found.values())
+def _storage(array: Tensor) -> int:
+    """What tells the memory of arrays apart, of which several may be views."""
+    return array.untyped_storage().data_ptr()
 
 
 class StaticNetwork:
