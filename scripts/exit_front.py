@@ -12,6 +12,7 @@ test set.
 import argparse
 import itertools
 import json
+import multiprocessing
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,11 +90,14 @@ def keep_answers(checkpoint: Path, root: str) -> Path:
     return kept
 
 
-def collected(folder: Path, root: str) -> dict[str, np.ndarray]:
-    """The answers of all runs."""
+def collected(folder: Path, root: str, jobs: int) -> dict[str, np.ndarray]:
+    """The answers of all runs, asked by several processes side by side."""
     found: dict[str, np.ndarray] = {}
-    for checkpoint in sorted(folder.glob("*/last.safetensors")):
-        answers = np.load(keep_answers(checkpoint, root))
+    checkpoints = sorted(folder.glob("*/last.safetensors"))
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        kept = pool.starmap(keep_answers, [(path, root) for path in checkpoints], chunksize=1)
+    for checkpoint, path in zip(checkpoints, kept, strict=True):
+        answers = np.load(path)
         found |= {f"{checkpoint.parent.name}/{key}": value for key, value in answers.items()}
     return found
 
@@ -298,8 +302,9 @@ def write_figures(script: str, about: str, figures_of: Callable[[Front], Any]) -
     parser.add_argument("runs", type=Path, help="folder of the sweep's runs")
     parser.add_argument("--data", default="data", help="folder of CIFAR-100")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--jobs", type=int, default=1, help="checkpoints evaluated at once")
     asked = parser.parse_args()
-    figures = figures_of(Front(collected(asked.runs, asked.data)))
+    figures = figures_of(Front(collected(asked.runs, asked.data, asked.jobs)))
     command = f"python scripts/{script} runs/{asked.runs.resolve().name}"
     result = with_origin(figures, command=command, seed=SEEDS[0], device=choose_device())
     result["seed"] = ", ".join(map(str, SEEDS))

@@ -28,12 +28,13 @@ def figures_of(runs: Front) -> dict[str, Any]:
 
 
 def points(runs: Front, groups: list[str], network: str) -> list[dict[str, Any]]:
-    """All rows of a network at each cost that a thin one was trained for, or one with gates."""
+    """All rows of a network at each cost that one was trained for."""
     pruned = sorted(
         (name for name in groups if re.fullmatch(rf"{network}_\d+", name) and name in runs),
         key=_percent,
     )
-    asked = {_percent(name) for name in groups for kind in KINDS if f"{network}_{kind}_" in name}
+    asked = {_percent(name) for name in pruned}
+    asked |= {_percent(name) for name in groups for kind in KINDS if f"{network}_{kind}_" in name}
     # Embeddings of one size are alike, whatever they were trained beside: one of each will do.
     sizes = {runs.costs(f"{name}-seed0")[2]: name for name in pruned}
     firsts = [Answerer(name, EMBEDDING) for name in sizes.values()]

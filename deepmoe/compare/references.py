@@ -8,6 +8,7 @@ from deepmoe.config import RunConfig
 from deepmoe.costs import cost_matrix, macs_of_counts
 from deepmoe.errors import UserError
 
+LONGEST = 2.0  # epochs of a thin network, in units of the start's: Liu et al. double them at most
 FIRST, SECOND = 0.5, 1.5  # costs of the two stages of a cascade, in units of its mean cost
 
 
@@ -23,8 +24,9 @@ def thin(cell: Cell) -> list[Step]:
 
 
 def thin_long(cell: Cell) -> list[Step]:
-    """The same for as much compute as the start had: more epochs, since each is cheaper."""
+    """The same for as much compute as the start had, but at most for twice its epochs."""
     kept, share = _thin(cell)
+    share = max(share, 1 / LONGEST)
     return [Step(cell.name, changed(_from_scratch(cell, share), {"model.kept": kept}))]
 
 

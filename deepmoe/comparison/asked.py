@@ -134,7 +134,11 @@ def start_row(asked: Asked) -> Row:
 
 
 def comparison_grid(asked: Asked, rows: Sequence[Row], jobs: int) -> Grid:
-    """All runs of the rows, and those that they start and learn from; each once."""
+    """All runs of the rows, and those that they start and learn from; each once.
+
+    One seed is finished before the next begins, so that a comparison that is stopped early has a
+    whole table. Of each seed, the longest runs come first: they would be waited for at the end.
+    """
     steps: dict[str, RunConfig] = {}
     for name, config in ((START, asked.start), (TEACHER, asked.teacher)):
         if config is not None:
@@ -143,8 +147,8 @@ def comparison_grid(asked: Asked, rows: Sequence[Row], jobs: int) -> Grid:
         assert steps.setdefault(step.name, step.config) == step.config, step.name
     runs = [
         Run(name, changed(config, {"train.seed": seed}))
-        for name, config in steps.items()
         for seed in asked.seeds
+        for name, config in sorted(steps.items(), key=lambda step: -step[1].train.total_epochs)
     ]
     return make_grid(runs, jobs)
 
