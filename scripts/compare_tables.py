@@ -1,5 +1,8 @@
 """The tables of docs/compare.md."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from result_files import experiment, origin
 
 from deepmoe.compare import METHODS
@@ -8,7 +11,7 @@ from deepmoe.costs import format_macs
 from deepmoe.results import markdown_table
 
 SMALL = "compare_small/table"
-HELD_OUT = "compare_cifar100/vgg16_heldout"
+FULL_SIZE = "compare_cifar100/vgg16"
 # File, row, network as the paper calls it, and the accuracy that its authors report.
 PUBLISHED = (
     ("vgg16_li", "li_published-vgg16-a", "VGG-16-A", 0.9340),
@@ -65,21 +68,37 @@ def published_table() -> str:
     return f"{markdown_table(header, rows)}\n\n{origin(*results)}"
 
 
-def held_out_table() -> str:
-    """CIFAR-100, vgg16: accuracy on held-out images of all methods that came to their end."""
-    found = experiment(HELD_OUT)
-    lines = {(v["method"], v["share"]): v for v in found["values"] if v["seed"] == 0}
+def full_size_table() -> str:
+    """CIFAR-100, vgg16: accuracy of all methods at each cost."""
+    found = experiment(FULL_SIZE)
+    lines = {(line["method"], line["share"]): line for line in found["values"]}
     shares = sorted({share for _, share in lines if share < 1}, reverse=True)
     rows = []
     for method in METHODS:
-        if method.fits_exits:
-            continue  # their cost is known once exits are fitted, which they were not
-        own = [lines.get((method.name, 1.0 if method.one_cost else share)) for share in shares]
-        told = ["" if line is None else f"{line['accuracy']:.1%}" for line in own]
-        epochs = sorted({str(line["epochs"]) for line in own if line is not None}, key=int)
-        if any(told):
-            if method.one_cost:
-                told = [told[0]] + [""] * (len(shares) - 1)
-            rows.append((method.title, ", ".join(epochs), *told))
+        # What has one cost, the whole network's, stands in the first column.
+        costs = [1.0] if method.one_cost else shares
+        own = [line for share in costs if (line := lines.get((method.name, share))) is not None]
+        if own:
+            told = [_accuracy(lines.get((method.name, share))) for share in costs]
+            padding = [""] * (len(shares) - len(told))
+            rows.append((method.title, own[0]["epochs"], *told, *padding))
+    rows.sort(key=lambda row: row[2], reverse=True)
     header = ["method", "epochs", *(f"{share:.0%} of the MACs" for share in shares)]
     return f"{markdown_table(header, rows)}\n\n{origin(found)}"
+
+
+def full_size_rows() -> str:
+    """The same with everything that was measured, a row for each cost."""
+    found = experiment(FULL_SIZE)
+    best_first = sorted(found["values"], key=lambda line: (-line["share"], -line["accuracy"]))
+    shown = [i for i, title in enumerate(HEADER) if title not in ("schedule", "chooses for")]
+    rows = [[cells[i] for i in shown] for cells in table_cells(best_first)]
+    return f"{markdown_table([HEADER[i] for i in shown], rows)}\n\n{origin(found)}"
+
+
+def _accuracy(line: Mapping[str, Any] | None) -> str:
+    """With the number of seeds, where it is of several."""
+    if line is None:
+        return ""
+    seeds = f" ({line['seeds']})" if line["seeds"] > 1 else ""
+    return f"{line['accuracy']:.1%}{seeds}"

@@ -90,14 +90,15 @@ def keep_answers(checkpoint: Path, root: str) -> Path:
     return kept
 
 
-def collected(folder: Path, root: str, jobs: int) -> dict[str, np.ndarray]:
-    """The answers of all runs, asked by several processes side by side."""
+def collected(folder: Path, root: str, jobs: int = 1) -> dict[str, np.ndarray]:
+    """The answers of all runs; several processes may ask for them side by side."""
     found: dict[str, np.ndarray] = {}
     checkpoints = sorted(folder.glob("*/last.safetensors"))
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        kept = pool.starmap(keep_answers, [(path, root) for path in checkpoints], chunksize=1)
-    for checkpoint, path in zip(checkpoints, kept, strict=True):
-        answers = np.load(path)
+    if jobs > 1:  # each leaves a file, which is found below
+        with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+            pool.starmap(keep_answers, [(path, root) for path in checkpoints], chunksize=1)
+    for checkpoint in checkpoints:
+        answers = np.load(keep_answers(checkpoint, root))
         found |= {f"{checkpoint.parent.name}/{key}": value for key, value in answers.items()}
     return found
 

@@ -11,7 +11,9 @@ from deepmoe.costs import format_macs
 from deepmoe.results import markdown_table
 
 FRONT, VOTE = "cifar100_exits/front", "cifar100_vote/front"
-WHOLE, WHOLE_CIFAR10 = "cifar100_front/front", "cifar10_front/front"
+# Of CIFAR-100, thin networks were measured first, gates and resnet56 later.
+WHOLE, WHOLE_GATES = "cifar100_front/front", "cifar100_front/front_gates"
+WHOLE_CIFAR10 = "cifar10_front/front"
 VOTED = (0.09, 0.12, 0.16, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45)  # of the dense MACs
 WIDTHS = {"vgg16_3": "32-32-64-128", "vgg16_12": "64-64-128-256", "vgg16_30": "64-128-256-512"}
 SHOWN = (0.03, 0.06, 0.09, 0.11, 0.12, 0.2, 0.23, 0.3, 0.4, 0.54)  # of the dense MACs
@@ -60,7 +62,7 @@ def whole_front_table() -> str:
             cells = [_accuracy(point[kind]) if kind in point else "" for kind in WHOLE_KINDS]
             rows.append((f"{data}, {network}", f"{point['share']:.0%}", *cells))
     header = ["data, network", "of dense MACs", *WHOLE_KINDS.values()]
-    found = (experiment(name) for name in (FRONT, WHOLE, WHOLE_CIFAR10))
+    found = (experiment(name) for name in (FRONT, WHOLE, WHOLE_GATES, WHOLE_CIFAR10))
     return f"{markdown_table(header, rows)}\n\n{origin(*found)}"
 
 
@@ -69,18 +71,26 @@ def _whole_front() -> list[tuple[str, str, list[dict[str, Any]]]]:
 
     Of vgg16 on CIFAR-100, pruned networks and those with exits are runs of an experiment before.
     """
-    whole, cifar10 = (experiment(name)["values"] for name in (WHOLE, WHOLE_CIFAR10))
     before = {p["share"]: p for p in experiment(FRONT)["values"]["vgg16"]}
     joined = [
-        {**point, "pruned": pruned(_group(share)), **before[share]}
-        for point in whole["vgg16"]
+        {**point, "pruned": pruned(_group(share)), **before.get(share, {})}
+        for point in _trained("vgg16")
         for share in [point["share"]]
     ]
     return [
         ("CIFAR-100", "vgg16", joined),
-        ("CIFAR-100", "resnet56", whole["resnet56"]),
-        ("CIFAR-10", "vgg16", cifar10["vgg16"]),
+        ("CIFAR-100", "resnet56", _trained("resnet56")),
+        ("CIFAR-10", "vgg16", experiment(WHOLE_CIFAR10)["values"]["vgg16"]),
     ]
+
+
+def _trained(network: str) -> list[dict[str, Any]]:
+    """Of CIFAR-100: each cost that a thin network was trained for, with all that was measured."""
+    points: dict[float, dict[str, Any]] = {}
+    for name in (WHOLE, WHOLE_GATES):
+        for point in experiment(name)["values"][network]:
+            points.setdefault(point["share"], {}).update(point)
+    return [points[share] for share in sorted(points) if "thin" in points[share]]
 
 
 def pairs_table() -> str:
@@ -239,7 +249,7 @@ def front_curves() -> dict[str, list[dict[str, Any]]]:
     values = experiment(FRONT)["values"]
     alone = [row for run, row in _static().items() if run.startswith("vgg16_")]
     dense = _static()["vgg16_100"]["macs"]
-    thin = [point["thin"] for point in experiment(WHOLE)["values"]["vgg16"]]
+    thin = [point["thin"] for point in _trained("vgg16")]
     curves = {
         name: [_point(row["macs"], dense, row["accuracy"]) for row in rows]
         for name, rows in (("pruned alone", alone), ("thin, from scratch", thin))
@@ -252,13 +262,15 @@ def front_curves() -> dict[str, list[dict[str, Any]]]:
     return curves
 
 
-def cifar10_curves() -> dict[str, list[dict[str, Any]]]:
-    """The same of CIFAR-10, with gates."""
-    points = experiment(WHOLE_CIFAR10)["values"]["vgg16"]
+def whole_curves(data: str, network: str) -> dict[str, list[dict[str, Any]]]:
+    """The same of a network in the table of all kinds, with gates."""
+    (points,) = (points for *name, points in _whole_front() if name == [data, network])
     dense = points[0]["thin"]["macs"] / points[0]["thin"]["macs_share"]
     return {
         title: [
-            _point(_mean(point[kind]["macs"]), dense, point[kind]["accuracy"]) for point in points
+            _point(_mean(point[kind]["macs"]), dense, point[kind]["accuracy"])
+            for point in points
+            if kind in point
         ]
         for kind, title in WHOLE_KINDS.items()
     }

@@ -28,10 +28,15 @@ from benchmark_tables import (
     sparse_table,
     train_speed_table,
 )
-from compare_tables import held_out_table, methods_table, published_table, small_table
+from compare_tables import (
+    full_size_rows,
+    full_size_table,
+    methods_table,
+    published_table,
+    small_table,
+)
 from config_reference import config_tables
 from exit_tables import (
-    cifar10_curves,
     criteria_table,
     embedding_table,
     field_table,
@@ -42,6 +47,7 @@ from exit_tables import (
     saved_table,
     speed_table,
     vote_table,
+    whole_curves,
     whole_front_table,
 )
 from exit_tables import targets_table as exit_targets_table
@@ -124,7 +130,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "compare-methods": methods_table,
     "compare-small": small_table,
     "compare-published": published_table,
-    "compare-heldout": held_out_table,
+    "compare-full-size": full_size_table,
+    "compare-rows": full_size_rows,
     "paper-names": names_table,
     "paper-results": paper_results,
     "exit-front": front_table,
@@ -162,10 +169,12 @@ DOCUMENTS = [
 PLOTS = {
     ROOT / "docs" / "costs.svg": cost_curves,
     ROOT / "docs" / "exits.svg": front_curves,
-    ROOT / "docs" / "exits-cifar10.svg": cifar10_curves,
+    ROOT / "docs" / "exits-cifar10.svg": partial(whole_curves, "CIFAR-10", "vgg16"),
+    ROOT / "docs" / "exits-cifar100.svg": partial(whole_curves, "CIFAR-100", "vgg16"),
+    ROOT / "docs" / "exits-resnet56.svg": partial(whole_curves, "CIFAR-100", "resnet56"),
     ROOT / "docs" / "headline.svg": headline_curves,
 }
-FROM_FEW_PERCENT = (front_curves, cifar10_curves)  # on a logarithmic scale
+FEW_PERCENT = 0.07  # curves that begin below it are drawn on a logarithmic scale
 
 
 def filled(text: str) -> str:
@@ -190,7 +199,8 @@ def as_svg(curves_of: Callable[[], dict[str, list[dict[str, Any]]]]) -> str:
     with matplotlib.rc_context({"svg.hashsalt": "deepmoe", "svg.fonttype": "none"}):
         buffer = io.StringIO()
         metadata = {"Date": None, "Creator": None, "Description": description}
-        plot = cost_curve_plot(curves, log=curves_of in FROM_FEW_PERCENT)
+        least = min(point["macs_share"] for curve in curves.values() for point in curve)
+        plot = cost_curve_plot(curves, log=least < FEW_PERCENT)
         plot.savefig(buffer, format="svg", metadata=metadata)
     return buffer.getvalue()
 

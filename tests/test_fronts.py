@@ -55,8 +55,9 @@ def test_the_whole_front_has_all_kinds_at_each_cost() -> None:
             "vgg16_gates_12": (0.5, 118, 0.3),
         }
     )
-    (point,) = figures_of(runs)["vgg16"]
-    assert point["share"] == 0.12
+    below, point, above = figures_of(runs)["vgg16"]
+    assert (below["share"], point["share"], above["share"]) == (0.06, 0.12, 0.3)
+    assert below["pruned"]["macs"] == 60 and above["pruned"]["macs"] == 300
     assert point["thin"]["accuracy"] == pytest.approx([0.65] * 3, abs=0.005)
     assert point["gates"]["macs"] == 118, "what its gates ask for, not the dense network's"
     assert "pruned" not in point, "none was trained at this cost"

@@ -139,6 +139,10 @@ def test_published_schedules_are_rows_of_their_own(preset: Path) -> None:
     grid = comparison_grid(asked, rows, jobs=3)
     assert len(grid.runs) == 2 * 6 and grid.jobs == 3  # the start of each seed comes with them
     assert {run.needs[0] for run in grid.runs if run.needs} == {"start-seed0", "start-seed1"}
+    seeds = [run.config.train.seed for run in grid.runs]
+    assert seeds == [0] * 6 + [1] * 6  # stopped early, it has a whole table of one seed
+    epochs = [run.config.train.total_epochs for run in grid.runs if run.config.train.seed == 0]
+    assert epochs == sorted(epochs, reverse=True) and epochs[0] > epochs[-1]
 
 
 def test_slimming_trains_under_its_penalty_by_the_published_schedule_too(preset: Path) -> None:
