@@ -212,6 +212,11 @@ def pruned(name: str) -> dict[str, Any]:
     return _static()[name]
 
 
+def thin(name: str) -> dict[str, Any]:
+    """A thin vgg16 from scratch, by the name of its run."""
+    return {point["thin"]["run"]: point["thin"] for point in _trained("vgg16")}[name]
+
+
 def saved_table() -> str:
     """How much cheaper a model with exits is than a pruned network of its accuracy."""
     rows = []
