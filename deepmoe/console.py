@@ -6,6 +6,7 @@ Everything that is printed goes through here. Rich is imported on first use, so 
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LOG_WIDTH = 200  # a log has no edge to keep to
+FIGURE = re.compile(r"[-+]?\.?\d|-?$")  # how cells of a column of figures begin
 
 
 def printable(text: object) -> str:
@@ -56,7 +58,7 @@ def complain(text: object) -> None:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Prints rows under a header, the first column to the left."""
+    """Prints rows under a header: words to the left, figures to the right."""
     say(table_text(header, rows))
 
 
@@ -73,10 +75,12 @@ def table_text(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         pad_edge=False,
         padding=(0, 1),
     )
+    cells = [[printable(cell) for cell in row] for row in rows]
     for i, title in enumerate(header):
-        table.add_column(title, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))  # texts have no markup
+        figures = i > 0 and all(FIGURE.match(cell) for row in cells for cell in row[i : i + 1])
+        table.add_column(title, justify="right" if figures else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(cell) for cell in row))  # texts have no markup
     console = make_console()
     with console.capture() as drawn:
         console.print(table, highlight=False)

@@ -180,9 +180,10 @@ def one_call_exits_table() -> str:
         if "first" in v:
             alone, *ms = (v["ms"][way] for way in ("second stage alone", "library", "chained"))
             cells = [t for time in ms for t in (f"{time:.2f}", f"{time / alone - 1:+.0%}")]
-            rows.append((v["threads"], f"{alone:.2f}", *cells))
-    header = ["threads", "without exits, ms", "with exits, a call a layer, ms", "time"]
-    return f"{markdown_table([*header, 'one call, ms', 'time'], rows)}\n\n{origin(result)}"
+            rows.append((v["threads"], f"{v['exited']:.0%}", f"{alone:.2f}", *cells))
+    header = ["threads", "exit rate", "without exits, ms", "with exits, a call a layer, ms"]
+    header += ["change", "with exits, one call, ms", "change"]
+    return f"{markdown_table(header, rows)}\n\n{origin(result)}"
 
 
 def export_latency_table() -> str:

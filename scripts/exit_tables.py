@@ -85,12 +85,12 @@ def _whole_front() -> list[tuple[str, str, list[dict[str, Any]]]]:
 
 
 def _trained(network: str) -> list[dict[str, Any]]:
-    """Of CIFAR-100: each cost that a thin network was trained for, with all that was measured."""
+    """Of CIFAR-100: each cost that has a thin network or exits, with all that was measured."""
     points: dict[float, dict[str, Any]] = {}
     for name in (WHOLE, WHOLE_GATES):
         for point in experiment(name)["values"][network]:
             points.setdefault(point["share"], {}).update(point)
-    return [points[share] for share in sorted(points) if "thin" in points[share]]
+    return [points[share] for share in sorted(points) if {"thin", "embedding"} & {*points[share]}]
 
 
 def pairs_table() -> str:
@@ -210,6 +210,11 @@ def cheapest_pair(name: str) -> dict[str, Any]:
 def pruned(name: str) -> dict[str, Any]:
     """A pruned network without exits, by the name of its run."""
     return _static()[name]
+
+
+def thin(name: str) -> dict[str, Any]:
+    """A thin vgg16 from scratch, by the name of its run."""
+    return {point["thin"]["run"]: point["thin"] for point in _trained("vgg16")}[name]
 
 
 def saved_table() -> str:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Collection
 
-from exit_tables import cheapest_pair, pruned
+from exit_tables import cheapest_pair, pruned, thin
 from recipe_tables import comparisons, row_of
 from result_files import benchmark, origin
 
@@ -77,7 +77,8 @@ def _figures(run: str) -> tuple[float, float]:
         row = row_of(run)
         return row["accuracy"], row["macs"]
     alone, _, exits = name.partition(" with ")
-    found = cheapest_pair(alone) if exits else pruned(alone)
+    trained = thin if "_thin_" in alone else pruned
+    found = cheapest_pair(alone) if exits else trained(alone)
     macs = found["macs"]
     mean = statistics.fmean(macs) if isinstance(macs, list) else macs
     return statistics.fmean(found["accuracy"]), mean

@@ -427,3 +427,12 @@ def test_tables_are_not_wrapped_in_a_log(monkeypatch, capsys) -> None:
     print_table(("run", "accuracy"), [(name, "73.27 %")])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [name, "73.27", "%"] in lines
+
+
+def test_tables_have_words_to_the_left_and_figures_to_the_right(capsys) -> None:
+    print_table(
+        ("run", "by", "loss"), [("a", "Li", "1.5"), ("b", "ThiNet", "-12.0"), ("c", "", "")]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", "by", "loss"]
+    assert lines[2:] == [" a     Li         1.5", " b     ThiNet   -12.0", " c"]

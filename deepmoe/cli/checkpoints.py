@@ -69,7 +69,9 @@ def evaluate_checkpoint(
         say(json.dumps(result.as_dict(), indent=2))
         return
     say(result)
-    if model.gated or model.exit_at is not None:
+    if model.exit_at is not None:
+        next_command("deepmoe bench exits", checkpoint, network)
+    elif model.gated:
         next_command("deepmoe bench sparse", checkpoint, network)
     else:
         next_command("deepmoe predict", checkpoint, network, "IMAGES")

@@ -36,7 +36,11 @@ ALL, LIST = "all", "list"
     "--setting", help="For li: a network of its paper, such as vgg16-a, in place of --macs."
 )
 @click.option("--seeds", default="0", show_default=True, help="Seeds, with commas.")
-@click.option("--published", is_flag=True, help="Also retrain as each method's authors do.")
+@click.option(
+    "--published",
+    is_flag=True,
+    help="Also retrain as the authors do, where that is known: li, li-greedy and slimming.",
+)
 @click.option(
     "--teacher",
     "teachers",

@@ -127,8 +127,9 @@ def _print(figures: "ExitFigures", on: str, loss: float | None, guarantee: float
         f"{figures.threshold:.3f}, and has a vote of {figures.vote:.0%} on the other images"
     )
     if guarantee is None:
+        change = 0 - 100 * figures.loss  # no -0.00
         say(
-            f"on other images like these, expect {-100 * figures.loss:+.2f} points, give or take "
+            f"on other images like these, expect {change:+.2f} points of accuracy, give or take "
             f"{100 * figures.loss_error:.2f} (one standard error); --guarantee bounds the loss"
         )
     else:

@@ -42,7 +42,7 @@ def paper(
 
     Our results are put beside the paper's. NAME is a table or figure, or all. Without a name, they
     are listed with the data and time that each needs. The full scale is the paper's schedule; short
-    takes one H200 minutes or hours; smoke is a trial on made-up data.
+    takes one H200 minutes for each name; smoke is a trial on made-up data.
 
     Names share their runs, and finished runs are not repeated: run the command again to continue.
     Each name writes OUT/NAME.md, .png and .json.
@@ -119,7 +119,7 @@ def _print_plan(workshop: "Workshop", as_json: bool) -> None:
             "run": run.name,
             "epochs": run.config.train.total_epochs,
             "batch size": run.config.train.batch_size,
-            "after": run.needs,
+            "after": list(dict.fromkeys(run.needs)),
             "done": run.name in done,
         }
         for run in workshop.plan.grid(1).in_order

@@ -90,7 +90,9 @@ def predict(
         say(json.dumps(answers, indent=2))
     elif len(answers) > failed:
         _tell_end(answers, failed, [str(path) for path in (table, out) if path is not None])
-        if loaded.model.gated or loaded.model.exit_at is not None:
+        if loaded.model.exit_at is not None:
+            next_command("deepmoe bench exits", checkpoint, network)
+        elif loaded.model.gated:
             next_command("deepmoe bench sparse", checkpoint, network)
     if failed:
         sys.exit(UserError.exit_code)
