@@ -280,6 +280,8 @@ def verbs_of(group: click.Group, *before: str) -> list[tuple[list[str], click.Co
     """Every verb, with what is typed for it."""
     found = []
     for name, verb in group.commands.items():
+        if verb.hidden:  # called by other verbs alone
+            continue
         below = verbs_of(verb, *before, name) if isinstance(verb, click.Group) else []
         found += below or [([*before, name], verb)]
     return found

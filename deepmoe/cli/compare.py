@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from deepmoe.comparison import Comparison
 
 ALL, LIST = "all", "list"
+MEASURE = "measure-run"  # what `compare` calls in processes of its own
 
 
 @click.command(**example("deepmoe compare li taylor --start dense.safetensors --macs 0.5"))
@@ -78,6 +79,15 @@ def compare(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
         _print_methods(as_json)
         return
     _compare(names, as_json=as_json, **options)
+
+
+@click.command(MEASURE, hidden=True)
+@click.argument("run")
+def measure_run(run: str) -> None:
+    """Measure a finished run of a comparison, which `compare` describes."""
+    from deepmoe.comparison.measuring import measure_from
+
+    measure_from(run)
 
 
 def _compare(

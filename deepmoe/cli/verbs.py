@@ -9,7 +9,7 @@ import click
 from deepmoe.cli.analysis import analyze, report
 from deepmoe.cli.bench import bench
 from deepmoe.cli.checkpoints import curve, cut, evaluate_checkpoint
-from deepmoe.cli.compare import compare
+from deepmoe.cli.compare import compare, measure_run
 from deepmoe.cli.demo import demo
 from deepmoe.cli.examples import missing
 from deepmoe.cli.exits import exits
@@ -107,6 +107,7 @@ for verb in (
     cut,
     export,
     compare,
+    measure_run,
     sweep,
     teach,
     paper,

@@ -13,6 +13,7 @@ from deepmoe.checkpoint import (
     Checkpoint,
     load_checkpoint,
     read_network,
+    read_progress,
     save_checkpoint,
 )
 from deepmoe.config import DataConfig
@@ -118,6 +119,14 @@ def measure_run(run: Finished, data: DataConfig) -> Measured:
     if run.own:
         _keep(kept, measured)
     return measured
+
+
+def is_finished(path: Path) -> bool:
+    """Whether a run has come to its end, by its last checkpoint."""
+    if not path.exists():
+        return False
+    config, state = read_progress(path)
+    return state.epoch == config.train.total_epochs
 
 
 def is_measured(run: Finished) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deepmoe.bench.latency import Latency
-from deepmoe.checkpoint import read_checksum, read_progress
+from deepmoe.checkpoint import read_checksum
 from deepmoe.comparison.asked import (
     START,
     Asked,
@@ -17,8 +17,15 @@ from deepmoe.comparison.asked import (
     rows_of,
     start_row,
 )
-from deepmoe.comparison.measure import Finished, Measured, measure_latency, measure_run
-from deepmoe.comparison.side_by_side import measure_ahead
+from deepmoe.comparison.measure import (
+    Finished,
+    Measured,
+    is_finished,
+    is_measured,
+    measure_latency,
+    measure_run,
+)
+from deepmoe.comparison.measuring import Measuring
 from deepmoe.comparison.table import comparison_table
 from deepmoe.config import DataConfig
 from deepmoe.console import complain
@@ -26,6 +33,8 @@ from deepmoe.errors import TrainingInterrupted, UserError, reason
 from deepmoe.files import read_regular, write_atomically
 from deepmoe.sweep import RESULTS_NAME, Grid, check_settings, sweep
 from deepmoe.sweep.grid import run_name
+from deepmoe.sweep.local import LocalProcesses
+from deepmoe.sweep.schedule import work_off
 from deepmoe.sweep.steps import last_checkpoint, resolved
 from deepmoe.training import fit
 from deepmoe.training.lessons import is_lessons
@@ -74,20 +83,28 @@ def run_comparison(
     rows, out = rows_of(asked), Path(out)
     grid = comparison_grid(asked, rows, jobs)
     check_settings(grid, out, out / RESULTS_NAME)
-    ended = [] if train else [_is_finished(last_checkpoint(out, run.name)) for run in grid.runs]
+    ended = [] if train else [is_finished(last_checkpoint(out, run.name)) for run in grid.runs]
     if not train and not any(ended):
         raise UserError(f"{out} holds no finished run of these methods: leave out --no-train")
     _check_inputs(asked, out)
+    alone = len(rows) * len(asked.seeds) == 1 and asked.teacher is None
+    rows = [start_row(asked), *rows]
+    runs = {row.name: _runs_of(row, asked, out) for row in rows}
+    measuring = _measuring(runs, asked)
     if not train:
+        work_off(measuring, LocalProcesses(jobs))
         complete = all(ended)
-    elif len(rows) * len(asked.seeds) == 1 and ray is None and asked.teacher is None:
+    elif alone and ray is None:
         _train_here(grid, out, quiet)
         complete = True
     else:
-        complete = sweep(grid, out, out / RESULTS_NAME, command=command, jobs=jobs, ray=ray)
-    rows = [start_row(asked), *rows]
-    finished = {row.name: _finished(row, asked, out) for row in rows}
-    measure_ahead([run for runs in finished.values() for run in runs], asked.base.data, jobs)
+        results = out / RESULTS_NAME
+        complete = sweep(
+            grid, out, results, command=command, jobs=jobs, ray=ray, afterwards=measuring
+        )
+    finished = {
+        name: [run for run in found if is_finished(run.checkpoint)] for name, found in runs.items()
+    }
     measured = {name: _measured(runs, asked.base.data) for name, runs in finished.items()}
     complete = complete and all(measured.values())
     left = {name: runs[0] for name, runs in finished.items() if measured[name]}
@@ -142,17 +159,22 @@ def _train_here(grid: Grid, out: Path, quiet: bool) -> None:
             ) from error
 
 
-def _finished(row: Row, asked: Asked, out: Path) -> list[Finished]:
-    """The row's last runs that have ended, of all seeds; all may start from one that was given."""
+def _runs_of(row: Row, asked: Asked, out: Path) -> list[Finished]:
+    """The row's last runs, of all seeds, once they have ended; all may start from a given one."""
     given = asked.base.train.start if row.name == START else None
     found: dict[Path, Finished] = {}
     for seed in asked.seeds:
         *before, last = [out / run_name(step.name, seed) for step in row.steps]
         path = last_checkpoint(out, last.name) if given is None else Path(given)
-        if _is_finished(path):
-            exits_for = row.share if row.method.fits_exits else None
-            found[path] = Finished(row.name, path, given is None, exits_for, tuple(before))
+        exits_for = row.share if row.method.fits_exits else None
+        found[path] = Finished(row.name, path, given is None, exits_for, tuple(before))
     return list(found.values())
+
+
+def _measuring(runs: Mapping[str, Sequence[Finished]], asked: Asked) -> list[Measuring]:
+    """What has no figures yet; a start that was given is measured each time, in this process."""
+    left = [run for of_row in runs.values() for run in of_row if run.own and not is_measured(run)]
+    return [Measuring(run, asked.base.data, asked.base.train.device) for run in left]
 
 
 def _measured(runs: Sequence[Finished], data: DataConfig) -> list[Measured]:
@@ -161,14 +183,6 @@ def _measured(runs: Sequence[Finished], data: DataConfig) -> list[Measured]:
     except UserError as error:  # such as exits that can't be fitted: other rows have theirs
         complain(f"{runs[0].row}: {error}")
         return []
-
-
-def _is_finished(path: Path) -> bool:
-    """Whether a run has come to its end, by its last checkpoint."""
-    if not path.exists():
-        return False
-    config, state = read_progress(path)
-    return state.epoch == config.train.total_epochs
 
 
 def _latencies(left: Mapping[str, Finished], asked: Asked, images: int) -> dict[str, Latency]:

@@ -1,6 +1,6 @@
 """Trains the runs of a grid, several side by side; goes on where it was stopped."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from deepmoe.sweep.grid import Grid, Run
 from deepmoe.sweep.local import LocalProcesses, ThisProcess
 from deepmoe.sweep.on_ray import ray_cluster
 from deepmoe.sweep.results import RunResult, read_results
-from deepmoe.sweep.schedule import Backend, work_off
+from deepmoe.sweep.schedule import Backend, Step, work_off
 from deepmoe.sweep.steps import TAUGHT, last_checkpoint, resolved, steps_of
 from deepmoe.training.fit import as_pruned, changed_keys
 
@@ -25,6 +25,7 @@ def sweep(
     jobs: int | None = None,
     ray: str | None = None,
     here: bool = False,
+    afterwards: Sequence[Step] = (),
 ) -> bool:
     """Trains what has no result yet, several runs side by side.
 
@@ -37,6 +38,7 @@ def sweep(
             given.
         ray: address of a Ray cluster that trains them, in place of this machine.
         here: one after the other in this process, not in processes of their own.
+        afterwards: what else is to be done, each as soon as the runs that it needs have ended.
 
     Returns:
         Whether all runs have a result now. A run that fails does not stop the others; its log
@@ -49,12 +51,14 @@ def sweep(
     out, jobs = out.resolve(), jobs or grid.jobs
     with exclusive(out):
         waiting = _waiting(grid, out, results)
-        if waiting:
-            steps = list(steps_of(waiting, out, results, command=command, views=grid.views))
+        # What can be done afterwards comes first: a sweep that is stopped has then done most of it.
+        runs = steps_of(waiting, out, results, command=command, views=grid.views)
+        steps: list[Step] = [*afterwards, *runs]
+        if steps:
             local = ThisProcess() if here else LocalProcesses(jobs)
             backend: AbstractContextManager[Backend] = nullcontext(local)
             if ray is not None:
-                devices = {run.config.train.device for run in waiting}
+                devices = {run.config.train.device for run in grid.runs}
                 backend = ray_cluster(ray, out, devices, jobs)
             with backend as taker:
                 work_off(steps, taker)

@@ -7,6 +7,7 @@ import torch
 from deepmoe.config import RunConfig
 from deepmoe.configured_models import model_from_config
 from deepmoe.data import DataInfo
+from deepmoe.hard_moe import HardMoE
 from deepmoe.layers import ScaleFactors
 from deepmoe.model import DeepMoE
 from deepmoe.training.proximal import ProximalSGD
@@ -22,7 +23,8 @@ def prepared(model: DeepMoE, device: torch.device) -> DeepMoE:
     """A model on a device, in the memory format that is fast there."""
     model.to(device)
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
+        # A trial of all algorithms pays where batches are of one size. An expert's are not.
+        torch.backends.cudnn.benchmark = not isinstance(model, HardMoE)
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
 

@@ -55,7 +55,18 @@ def compared(preset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
         result = run(*METHODS, "--preset", preset, *options)
     assert result.exit_code == 0, result.output
+    (out / "told.txt").write_text(result.stderr)
     return out
+
+
+def test_runs_are_measured_as_they_end(compared: Path) -> None:
+    """So a comparison that is stopped has figures of what has ended."""
+    told = (compared / "told.txt").read_text().splitlines()
+    for name in ("start-seed0", "slimming-60-seed0", "ours-exits-60-seed0"):
+        ended = told.index(f"{name}: done")
+        assert told[ended + 1] == f"{name}, measuring: started"
+    assert told.index("dense-seed0: started") > told.index("start-seed0, measuring: started")
+    assert not list(compared.glob("slimming_trained*/measured.json"))  # on the way, not a row
 
 
 def test_the_table_holds_every_method_with_its_figures(compared: Path) -> None:
@@ -307,6 +318,8 @@ def test_a_row_that_can_not_be_measured_leaves_the_others(
         raise UserError("no threshold will do")
 
     monkeypatch.setattr("deepmoe.comparison.measure.set_exits", fail)
+    in_this_process = "deepmoe.comparison.measuring.is_finished"  # none is left to the others
+    monkeypatch.setattr(in_this_process, lambda path: False)
     folder = compared / "ours-exits-60-seed0"
     kept = (folder / "measured.json").read_text()
     (folder / "measured.json").unlink()
