@@ -1,9 +1,10 @@
 """The tables of docs/compare.md."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from result_files import experiment, origin
+from result_files import EXPERIMENTS, experiment, origin
 
 from deepmoe.compare import METHODS
 from deepmoe.comparison.table import HEADER, table_cells
@@ -11,7 +12,18 @@ from deepmoe.costs import format_macs
 from deepmoe.results import markdown_table
 
 SMALL = "compare_small/table"
-FULL_SIZE = "compare_cifar100/vgg16"
+FULL_SIZE = "compare_cifar100/vgg16"  # a folder: files of runs with other seeds, or other rows
+DRAWN = {  # methods that can be told apart in one plot, with short names
+    "thin-long": "thin, 76 epochs",
+    "thin": "thin, 38 epochs",
+    "ours-exits": "ours, exits",
+    "ours": "ours, pruned",
+    "he": "He",
+    "fbs": "FBS",
+    "hard-moe": "Hard MoE",
+    "rnp": "RNP",
+}
+SEEDS = 3  # that are asked for; what was trained beyond them is left out
 # File, row, network as the paper calls it, and the accuracy that its authors report.
 PUBLISHED = (
     ("vgg16_li", "li_published-vgg16-a", "VGG-16-A", 0.9340),
@@ -70,8 +82,7 @@ def published_table() -> str:
 
 def full_size_table() -> str:
     """CIFAR-100, vgg16: accuracy of all methods at each cost."""
-    found = experiment(FULL_SIZE)
-    lines = {(line["method"], line["share"]): line for line in found["values"]}
+    lines = {(line["method"], line["share"]): line for line in pooled(FULL_SIZE)}
     shares = sorted({share for _, share in lines if share < 1}, reverse=True)
     rows = []
     for method in METHODS:
@@ -81,24 +92,72 @@ def full_size_table() -> str:
         if own:
             told = [_accuracy(lines.get((method.name, share))) for share in costs]
             padding = [""] * (len(shares) - len(told))
-            rows.append((method.title, own[0]["epochs"], *told, *padding))
-    rows.sort(key=lambda row: row[2], reverse=True)
+            rows.append((own[0]["accuracy"], method.title, own[0]["epochs"], *told, *padding))
+    rows.sort(key=lambda row: row[0], reverse=True)
     header = ["method", "epochs", *(f"{share:.0%} of the MACs" for share in shares)]
-    return f"{markdown_table(header, rows)}\n\n{origin(found)}"
+    table = markdown_table(header, [row[1:] for row in rows])
+    return f"{table}\n\n{_origin()}"
 
 
 def full_size_rows() -> str:
     """The same with everything that was measured, a row for each cost."""
-    found = experiment(FULL_SIZE)
-    best_first = sorted(found["values"], key=lambda line: (-line["share"], -line["accuracy"]))
+    best_first = sorted(pooled(FULL_SIZE), key=lambda line: (-line["share"], -line["accuracy"]))
     shown = [i for i, title in enumerate(HEADER) if title not in ("schedule", "chooses for")]
     rows = [[cells[i] for i in shown] for cells in table_cells(best_first)]
-    return f"{markdown_table([HEADER[i] for i in shown], rows)}\n\n{origin(found)}"
+    return f"{markdown_table([HEADER[i] for i in shown], rows)}\n\n{_origin()}"
+
+
+def full_size_curves() -> dict[str, list[dict[str, Any]]]:
+    """Some of it as curves."""
+    lines = sorted(pooled(FULL_SIZE), key=lambda line: line["macs_share"])
+    return {
+        title: [line for line in lines if line["method"] == method]
+        for method, title in DRAWN.items()
+    }
+
+
+def parts(folder: str) -> list[dict[str, Any]]:
+    """The files of a comparison that was trained in several runs."""
+    paths = sorted((EXPERIMENTS / folder).glob("*.json"))
+    return [experiment(f"{folder}/{path.stem}") for path in paths]
+
+
+def _origin() -> str:
+    """Of all files; their commands are in them, and would fill a page."""
+    return origin(*({**part, "command": "", "note": ""} for part in parts(FULL_SIZE)))
+
+
+def pooled(folder: str) -> list[dict[str, Any]]:
+    """Its rows, each over the seeds of all files."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in (line for part in parts(folder) for line in part["values"]):
+        before = found.get(line["run"])
+        if before is None:
+            found[line["run"]] = line
+        elif before["seeds"] + line["seeds"] <= SEEDS:
+            found[line["run"]] = _both(before, line)
+    return list(found.values())
+
+
+def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """One row of two, with the mean and the deviation of all seeds."""
+    n = a["seeds"] + b["seeds"]
+    means = {key: (a["seeds"] * a[key] + b["seeds"] * b[key]) / n for key in MEANS if a[key]}
+    squares = sum(
+        (line["seeds"] - 1) * (line["accuracy_deviation"] or 0) ** 2
+        + line["seeds"] * (line["accuracy"] - means["accuracy"]) ** 2
+        for line in (a, b)
+    )
+    return {**a, **means, "seeds": n, "accuracy_deviation": math.sqrt(squares / (n - 1))}
 
 
 def _accuracy(line: Mapping[str, Any] | None) -> str:
-    """With the number of seeds, where it is of several."""
+    """With the deviation, and the number of seeds where it is not what was asked for."""
     if line is None:
         return ""
-    seeds = f" ({line['seeds']})" if line["seeds"] > 1 else ""
-    return f"{line['accuracy']:.1%}{seeds}"
+    spread, seeds = line["accuracy_deviation"], line["seeds"]
+    told = f"{line['accuracy']:.1%}" + ("" if spread is None else f" ± {100 * spread:.1f}")
+    return told + ("" if seeds == SEEDS else f" ({seeds})")
+
+
+MEANS = ("accuracy", "macs", "macs_share", "parameters", "prune_seconds", "exited")

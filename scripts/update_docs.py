@@ -29,6 +29,7 @@ from benchmark_tables import (
     train_speed_table,
 )
 from compare_tables import (
+    full_size_curves,
     full_size_rows,
     full_size_table,
     methods_table,
@@ -167,6 +168,7 @@ DOCUMENTS = [
     *sorted(EXPERIMENTS.glob("**/README.md")),
 ]
 PLOTS = {
+    ROOT / "docs" / "compare-vgg16.svg": full_size_curves,
     ROOT / "docs" / "costs.svg": cost_curves,
     ROOT / "docs" / "exits.svg": front_curves,
     ROOT / "docs" / "exits-cifar10.svg": partial(whole_curves, "CIFAR-10", "vgg16"),

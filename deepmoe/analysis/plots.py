@@ -88,7 +88,8 @@ def cost_curve_plot(
         measure: what accuracy is called.
         log: shares on a logarithmic scale, for curves that go down to a few percent.
     """
-    figure, axes = new_figure(5, 3.2)
+    many = len(curves) > MANY
+    figure, axes = new_figure(7 if many else 5, 3.2)
     for name, line in curves.items():
         shares = [100 * p["macs_share"] for p in line]
         axes.plot(shares, [100 * p["accuracy"] for p in line], marker="o", label=in_plot(name))
@@ -105,7 +106,10 @@ def cost_curve_plot(
         axes.minorticks_off()
         shares = [100 * p["macs_share"] for line in curves.values() for p in line]
         axes.set_xlim(0.9 * min(shares), 1.1 * max(shares))
-    axes.legend(fontsize=8, frameon=False)
+    if many:
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    else:
+        axes.legend(fontsize=8, frameon=False)
     axes.grid(alpha=0.3)
     return figure
 
@@ -136,6 +140,7 @@ def comparison_plot(table: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
+MANY = 6  # curves, that leave no room for their names among them
 LOG_TICKS = (1, 2, 3, 6, 12, 25, 50, 100)  # percent of the dense MACs
 MARKERS = "os^vDP*X<>ph"  # colours alone repeat after ten
 
