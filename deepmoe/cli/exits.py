@@ -101,7 +101,8 @@ def _check_fit(opened: Opened, overrides: tuple[str, ...]) -> None:
             "train the model with loss.embedding above 0"
         )
     asked = apply_overrides(config, overrides).data
-    elsewhere = any(item.startswith("data.root=") for item in overrides)
+    # A folder that was named once more is no other one: its test set is the same.
+    elsewhere = Path(asked.root).resolve() != Path(config.data.root).resolve()
     named = asked.name != config.data.name or (elsewhere and asked.name not in ONE_SET)
     if opened.data.evaluation_name != "holdout" and not named:
         raise UserError(
@@ -127,8 +128,9 @@ def _print(figures: "ExitFigures", on: str, loss: float | None, guarantee: float
         f"{figures.threshold:.3f}, and has a vote of {figures.vote:.0%} on the other images"
     )
     if guarantee is None:
+        change = 100 * (figures.accuracy - figures.accuracy_without)  # none is +0.00, not -0.00
         say(
-            f"on other images like these, expect {-100 * figures.loss:+.2f} points, give or take "
+            f"on other images like these, expect {change:+.2f} points, give or take "
             f"{100 * figures.loss_error:.2f} (one standard error); --guarantee bounds the loss"
         )
     else:

@@ -1,6 +1,7 @@
 """When the embedding answers itself: what a threshold does, how one is found and certified."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,13 @@ def test_images_that_go_on_get_the_answer_of_both() -> None:
     assert exit_for_loss(found, 0).exited == 1
 
 
+def test_any_threshold_above_one_is_never() -> None:
+    found = answers([1.0, 0.5], [True, True], [False, True])
+    never = found.evaluation(1 + 1e-9)  # in single precision that is 1, which an image reaches
+    assert never == found.evaluation(2.0) != found.evaluation(1.0)
+    assert (never.exited, never.accuracy) == (0, 0.5)
+
+
 def test_the_vote_is_the_one_that_predicts_best() -> None:
     torch.manual_seed(0)
     model = unsure(None)
@@ -139,6 +147,17 @@ def test_exits_that_are_set_do_not_depend_on_the_mode_they_were_found_in() -> No
             set_exits(model, [(images[0][0], wrong)], loss=20)
     with pytest.raises(UserError, match="no sparse model"):
         set_exits(sparsify(model), images, loss=20)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_labels_may_be_any_whole_numbers(dtype: torch.dtype) -> None:
+    model = unsure(None)
+    images = batches(model)
+    others = [(x, labels.to(dtype)) for x, labels in images]
+    assert set_exits(model, others, loss=20) == set_exits(model, images, loss=20)
+    assert evaluate(model, others) == evaluate(model, images)
+    with pytest.raises(UserError, match="a deepmoe model is needed, not a Linear"):
+        set_exits(nn.Linear(2, 2), images, loss=20)
 
 
 KINDS = {
@@ -595,6 +614,27 @@ def test_mistakes_get_one_sentence(
     out = tmp_path / "out.safetensors"
     assert_refused(deepmoe("exits", trained, *arguments, "--out", out), words)
     assert not out.exists()
+
+
+def test_the_test_set_of_a_folder_is_none_to_fit_on_however_it_is_named(
+    trained: Path, tmp_path: Path, monkeypatch
+) -> None:
+    for part, word in itertools.product(("mine", "other"), ("train", "val")):
+        for label in range(10):
+            folder = tmp_path / part / word / str(label)
+            folder.mkdir(parents=True)
+            for image in range(2):
+                Image.new("RGB", (8, 8), (20 * label, 5 * image, 0)).save(folder / f"{image}.png")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    folder = ("data.name=image-folder", "data.root=mine", "data.size=8", "data.workers=0")
+    path = as_checkpoint(trained, tmp_path / "folder.safetensors", *folder, "data.holdout=10")
+    asked = ("exits", path, "--macs", 0.5, "--out", "out.safetensors", "--set", "data.holdout=0")
+    for same in ("mine", "./mine/", tmp_path / "mine", "link"):
+        assert_refused(deepmoe(*asked, "--set", f"data.root={same}"), "not on the test set")
+    # Another one may be named. (Nothing was learnt of these images.)
+    refused = deepmoe(*asked, "--set", "data.root=other")
+    assert_refused(refused, "no better than guessing")
 
 
 def as_checkpoint(trained: Path, path: Path, *settings: str) -> Path:
