@@ -103,7 +103,7 @@ def _check_fit(opened: Opened, overrides: tuple[str, ...]) -> None:
     asked = apply_overrides(config, overrides).data
     # A folder that was named once more is no other one: its test set is the same.
     elsewhere = Path(asked.root).resolve() != Path(config.data.root).resolve()
-    named = asked.name != config.data.name or (elsewhere and asked.name not in ONE_SET)
+    named = asked.name not in ONE_SET and (elsewhere or asked.name != config.data.name)
     if opened.data.evaluation_name != "holdout" and not named:
         raise UserError(
             "exits are fitted on images that the model was not trained on, and not on the test "

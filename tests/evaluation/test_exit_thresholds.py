@@ -616,6 +616,17 @@ def test_mistakes_get_one_sentence(
     assert not out.exists()
 
 
+def test_the_test_set_is_none_to_fit_on_for_a_model_of_unknown_data(
+    trained: Path, tmp_path: Path
+) -> None:
+    """Such as one that was saved for the hub."""
+    path = as_checkpoint(trained, tmp_path / "given", "data.name=given", "data.holdout=0")
+    asked = ("exits", path, "--macs", 0.6, "--set", "data.name=digits", "--set", "data.size=8")
+    assert_refused(deepmoe(*asked, "--out", tmp_path / "out"), "not on the test set")
+    held_out = deepmoe(*asked, "--set", "data.holdout=300", "--out", tmp_path / "out")
+    assert held_out.exit_code == 0, held_out.output
+
+
 def test_the_test_set_of_a_folder_is_none_to_fit_on_however_it_is_named(
     trained: Path, tmp_path: Path, monkeypatch
 ) -> None:
