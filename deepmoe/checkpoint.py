@@ -89,12 +89,19 @@ def save_checkpoint(
     """Writes a checkpoint; whoever kills the process finds either the old file or the new one.
 
     Raises:
-        UserError: where the file can't be written, or the model is in half precision.
+        UserError: where the file can't be written, the model is in half precision, or its exits
+            are no numbers.
     """
     check_precision(model)
     tensors = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
     if model.exit_at is None:  # exits are switched off: there is nothing to vote on
         tensors.pop(f"{MODEL}exit_vote", None)
+    for name in ("exit_at", "exit_vote"):
+        if (value := tensors.get(MODEL + name)) is not None:
+            if value.numel() != 1:
+                raise UserError(f"{name} is one number for all images, not {value.numel()}")
+            # Whoever sets one may not think of the model's precision, which is read again.
+            tensors[MODEL + name] = value.reshape(()).to(next(model.parameters()).dtype)
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():

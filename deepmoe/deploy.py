@@ -49,7 +49,7 @@ class CodedNetwork(nn.Module):
         self.routes = Routes(model, "CodedNetwork")
         assert model.embedding is not None  # where there are heads
         self.embedding = copy.deepcopy(model.embedding)
-        self.eval()
+        _only_to_run(self)
 
     def forward(self, x_1CHW: Tensor) -> Tensor:
         _check_one_image(x_1CHW)
@@ -83,7 +83,7 @@ class ExitingNetwork(WithExits):
         self.embedding = copy.deepcopy(model.embedding)
         vote = None if model.exit_vote is None else model.exit_vote.clone()
         self._set_exits(model.exit_at.clone(), vote)
-        self.eval()
+        _only_to_run(self)
 
     def forward(self, x_1CHW: Tensor) -> Tensor:
         _check_one_image(x_1CHW)
@@ -141,7 +141,7 @@ class ExpertNetworks(nn.Module):
         self.features = copy.deepcopy(model.embedding)
         self.networks = nn.ModuleList(Logits(copy.deepcopy(expert)) for expert in model.network)
         self.register_buffer("centroids", model.centroids.clone())
-        self.eval()
+        _only_to_run(self)
 
     def forward(self, x_1CHW: Tensor) -> Tensor:
         _check_one_image(x_1CHW)
@@ -194,6 +194,14 @@ def _run_one_of(networks: Sequence[nn.Module], number: Tensor, first: int, x: Te
         lambda x: _run_one_of(networks[half:], number, first + half, x),
         (x,),
     )
+
+
+def _only_to_run(network: nn.Module) -> None:
+    """Evaluation mode, and no gradients: for these, PyTorch would trace both branches every time.
+
+    Who loads an exported file may not think of `torch.no_grad()`, and would wait for seconds.
+    """
+    network.eval().requires_grad_(False)
 
 
 def _check_one_image(x_BCHW: Tensor) -> None:

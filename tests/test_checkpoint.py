@@ -212,6 +212,25 @@ def test_thresholds_of_all_images_and_of_none_are_read(tmp_path, exit_at: float)
     assert float(load_checkpoint(path).model.exit_at) == exit_at
 
 
+@pytest.mark.parametrize("double", [False, True])
+def test_a_threshold_may_be_set_in_any_precision(tmp_path, double: bool) -> None:
+    """A file that could not be read again would have taken the trained weights with it."""
+    config = tiny_config(f"train.precision={'64-true' if double else '32-true'}")
+    path = tmp_path / "model.safetensors"
+    model = model_from_config(config, 10)
+    model = model.double() if double else model
+    for exit_at in (torch.tensor(0.5), torch.tensor(0.5).double(), torch.tensor([0.5])):
+        model.exit_at, model.exit_vote = exit_at, exit_at / 2
+        save_checkpoint(path, model, config, INFO, TrainState(3))
+        loaded = load_checkpoint(path).model
+        assert (float(loaded.exit_at), float(loaded.exit_vote)) == (0.5, 0.25)
+    before = path.read_bytes()
+    model.exit_at = torch.tensor([0.5, 0.6])
+    with pytest.raises(UserError, match="exit_at is one number for all images, not 2"):
+        save_checkpoint(path, model, config, INFO, TrainState(3))
+    assert path.read_bytes() == before
+
+
 def test_a_model_in_half_precision_replaces_no_checkpoint(tmp_path) -> None:
     """It could not be read again. In single precision, it has the exits that it had."""
     config, path = tiny_config(), tmp_path / "model.safetensors"

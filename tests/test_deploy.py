@@ -144,6 +144,10 @@ def test_exits_survive_export_to_both_forms(codes: int | None, tmp_path) -> None
     for run in (network, exported.module(), loaded, by_onnx):
         found = torch.cat([run(x) for x in images.split(1)])
         assert error(found, expected) <= 1e-5
+    # No gradients, also where nobody has switched them off: tracing these takes seconds an image.
+    with torch.enable_grad():
+        assert not loaded(images[:1]).requires_grad and not network(images[:1]).requires_grad
+    assert next(model.parameters()).requires_grad
     # What a sure embedding saves is saved: convolutions stand in the other branch alone.
     top = exported.graph_module
     assert convolutions(top) == len(model.embedding.convs)

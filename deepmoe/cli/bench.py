@@ -244,7 +244,7 @@ def _untrained(
 @data_option
 @network_option
 @click.option("--batch", default="1", show_default=True, help="Batch size; several with commas.")
-@click.option("--images", type=int, help="Stop after this many images. [default: all]")
+@click.option("--images", type=int, help="So many of the images, evenly spread. [default: all]")
 @click.option("--threads", type=int, help="CPU threads. [default: PyTorch's choice]")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: the checkpoint's]")
 @details_option
@@ -270,6 +270,7 @@ def bench_exits_verb(
     import torch
 
     from deepmoe.bench.exits import bench_exits, threads_of_cpu
+    from deepmoe.evaluation.batches import EvenlySpread
 
     batches = parse_numbers("--batch", batch, int)
     for name, numbers in (("batch", batches), ("images", [images]), ("threads", [threads])):
@@ -284,15 +285,16 @@ def bench_exits_verb(
     if max(batches) > there:
         raise UserError(f"there are only {there} images: --batch can be at most {there}")
     dtype = torch.bfloat16 if opened.precision == "bf16-mixed" else None
+    # The first ones of a folder are of one class, which may be easier than others.
+    chosen = data.evaluation if images is None else EvenlySpread(data.evaluation, there)
     with threads_of_cpu(threads):
         on = data.evaluation_name
         found = [
             bench_exits(
                 loaded.model,
-                data.evaluation,
+                chosen,
                 batch=b,
                 dtype=dtype,
-                images=None if images is None else there,
                 evaluated_on=on,
             )
             for b in batches

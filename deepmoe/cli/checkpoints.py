@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -121,8 +122,8 @@ def curve(
     from deepmoe.results import write_result
 
     levels = None if thresholds is None else parse_numbers("--thresholds", thresholds, float)
-    if levels is not None and not all(level >= 0 for level in levels):  # nan is not, either
-        raise UserError("--thresholds must not be negative")
+    if levels is not None and not all(0 <= level < math.inf for level in levels):  # nan fails, too
+        raise UserError("--thresholds must be finite, and not negative")
     if plot is not None and (plot.suffix != ".png" or not plot.parent.is_dir()):
         raise UserError(f"--plot takes a .png file in an existing folder, not {plot}")
     opened = open_checkpoint(checkpoint, overrides, network)

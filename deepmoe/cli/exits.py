@@ -101,8 +101,9 @@ def _check_fit(opened: Opened, overrides: tuple[str, ...]) -> None:
             "train the model with loss.embedding above 0"
         )
     asked = apply_overrides(config, overrides).data
-    elsewhere = any(item.startswith("data.root=") for item in overrides)
-    named = asked.name != config.data.name or (elsewhere and asked.name not in ONE_SET)
+    # A folder that was named once more is no other one: its test set is the same.
+    elsewhere = Path(asked.root).resolve() != Path(config.data.root).resolve()
+    named = asked.name not in ONE_SET and (elsewhere or asked.name != config.data.name)
     if opened.data.evaluation_name != "holdout" and not named:
         raise UserError(
             "exits are fitted on images that the model was not trained on, and not on the test "

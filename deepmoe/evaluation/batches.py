@@ -117,6 +117,7 @@ def checked_batches(batches: Any, classes: int | None) -> Iterator[tuple[Tensor,
         on_cpu = labels.device.type == "cpu"  # a GPU would be waited for
         if classes is not None and labels.dim() == 1 and on_cpu:
             _check_labels(labels, classes)
+            labels = labels.long()  # whatever whole numbers they are: a loss takes no others
         yield x_BCHW, labels
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from deepmoe.costs import active_share, count_costs, count_macs, dense_macs
 from deepmoe.errors import UserError
 from deepmoe.evaluation.accuracy import Evaluation
-from deepmoe.evaluation.batches import Batches, batches_for, size_of
+from deepmoe.evaluation.batches import Batches, batches_for, check_model, size_of
 from deepmoe.hard_moe import refuse_experts
 from deepmoe.model import DeepMoE, confidence, joint_answer, refuse_sparse
 
@@ -87,9 +87,9 @@ class Answers:
 
     def evaluation(self, threshold: float) -> Evaluation:
         """The same in the words of `evaluate`. Above 1, there are no exits, and no vote."""
-        figures = self.at(threshold)
-        exited = self.confidence >= figures.threshold
         off = threshold > 1
+        figures = self.at(math.inf if off else threshold)  # a little above 1 may be rounded to it
+        exited = self.confidence >= figures.threshold
         losses = self.loss if off else torch.where(exited, self.early_loss, self.joint_loss)
         return Evaluation(
             images=len(self),
@@ -151,6 +151,7 @@ def collect_answers(
         UserError: for a model without an embedding, one that does not classify images, or outputs
             that are not finite.
     """
+    check_model(model)
     refuse_experts(model, "it can't have exits, since its features answer nothing themselves")
     model.check_ahead()
     if model.embedding is None:

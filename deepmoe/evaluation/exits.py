@@ -14,6 +14,7 @@ from deepmoe.model import DeepMoE
 LEAST_CERTIFIED = 1e-6  # points: a smaller loss would need more images than there are
 CERTIFIED_STEPS = 1000  # thresholds that are tested one after the other, from 1 down to 0
 NEVER = 2.0  # a confidence that none reaches
+MARGIN = 1e-4  # far more than rounding changes a confidence, and hardly any images are in it
 BY_CHANCE = 0.05  # an embedding that is not better than guessing at this level has learnt nothing
 
 
@@ -100,7 +101,7 @@ def exit_for_macs(answers: Answers, share: float) -> ExitFigures:
     saved = (answers.macs - answers.embedding_macs)[order].double().cumsum(0)
     enough = saved >= answers.macs.double().sum() - share * answers.dense_macs * len(answers)
     first = int(enough.nonzero()[0])
-    return answers.at(float(answers.confidence[order[first]]))
+    return answers.at(_reached_by(answers, answers.confidence[order[first]]))
 
 
 def exit_for_loss(answers: Answers, points: float) -> ExitFigures:
@@ -124,7 +125,8 @@ def exit_for_loss(answers: Answers, points: float) -> ExitFigures:
         raise UserError(
             f"every threshold loses more than {points:g} points on these {len(answers)} images"
         )
-    return answers.at(float(answers.confidence[order[int(good.nonzero()[-1])]]))
+    last = int(good.nonzero()[-1])
+    return answers.at(_reached_by(answers, answers.confidence[order[last]]))
 
 
 def exit_certified(answers: Answers, points: float, guarantee: float) -> ExitFigures:
@@ -180,12 +182,29 @@ def exit_certified(answers: Answers, points: float, guarantee: float) -> ExitFig
     return certified
 
 
+def _reached_by(answers: Answers, level: Tensor) -> float:
+    """A threshold that images of this confidence and above it reach, and no others.
+
+    It lies a little below: other batches, the sparse engine and exported files round differently,
+    and would let the image go on that is just as sure as it asks for.
+    """
+    others = answers.confidence[answers.confidence < level]
+    below = others.max() if len(others) else torch.zeros_like(level)
+    threshold = torch.maximum(level - MARGIN, (level + below) / 2)
+    return float(threshold if threshold > below else level)  # there may be no number between
+
+
 def _check_embedding(answers: Answers) -> None:
     """Refuses an embedding that is no better than chance."""
     require("train", "scipy")
     from scipy.stats import binomtest
 
     hits, guessed = int(answers.early_right.sum()), 1 / answers.classes
+    if guessed ** len(answers) > BY_CHANCE and answers.classes > 1:
+        raise UserError(
+            f"there are too few images ({len(answers)}) to tell whether the embedding is better "
+            f"than guessing among {answers.classes} classes: hold out more"
+        )
     test = binomtest(hits, len(answers), guessed, alternative="greater")
     if test.pvalue > BY_CHANCE:
         raise UserError(

@@ -10,11 +10,13 @@ from click.testing import CliRunner
 from helpers import randomise_statistics, tiny_config
 
 from deepmoe.bench import exits
-from deepmoe.checkpoint import TrainState, save_checkpoint
+from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.configured_models import model_from_config
 from deepmoe.data import open_data
 from deepmoe.errors import UserError
+from deepmoe.evaluation import evaluate
+from deepmoe.evaluation.batches import EvenlySpread
 from deepmoe.model import DeepMoE, confidence
 from deepmoe.registry import create_model
 
@@ -81,6 +83,19 @@ def test_accuracies_are_those_of_the_model(tmp_path: Path) -> None:
         assert values["accuracy"] == pytest.approx(result["accuracy"])
         assert result["macs"] == pytest.approx(plain["macs"])
     assert torch.get_num_threads() == threads
+
+
+def test_some_of_the_images_are_of_all_classes(tmp_path: Path) -> None:
+    """Files lie sorted by class, and the first class may be an easy one."""
+    path = checkpoint(tmp_path, HEADS[1])
+    opened = load_checkpoint(path)
+    data = open_data(opened.config.data, batch_size=256, info=opened.info).evaluation
+    (values,) = json.loads(run("bench", "exits", path, "--batch", 6, "--images", 36, "--json"))
+    spread = evaluate(opened.model, EvenlySpread(data, 36))
+    ((x, labels), *_) = data
+    first = evaluate(opened.model, [(x[:36], labels[:36])])
+    assert values["images"] == 36 and first.exited != spread.exited
+    assert values["exited"] == pytest.approx(spread.exited)
 
 
 def test_a_table_for_people(tmp_path: Path) -> None:

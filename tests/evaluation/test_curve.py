@@ -196,3 +196,7 @@ def test_verbs_tell_who_has_answered(tmp_path: Path) -> None:
     assert points[0]["dense_macs"] == dense_macs(trained.model, trained.info.size)
     assert plot.stat().st_size > 0
     assert "exit rate" in told(0.5, "curve", path, "--thresholds", "0.9")
+    for wrong in ("inf", "nan", "0.5,-1", "1e999"):  # JSON has no such numbers
+        refused = CliRunner().invoke(main, ["curve", str(path), "--thresholds", wrong])
+        assert refused.exit_code == 2
+        assert "--thresholds must be finite, and not negative" in refused.stderr

@@ -262,6 +262,30 @@ def test_a_network_without_gates_runs_folded(kept: tuple[int, ...] | None) -> No
     assert count_macs(sparse, 32) == count_macs(model, 32)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["resnet20", "vgg11"])
+def test_an_image_that_is_no_number_gets_no_answer(name: str, value: float) -> None:
+    model, x = with_exits(lambda: no_heads(name))
+    without = create_model(name, classes=6, wide=0.5, gates=None).eval()
+    expected = model(x)
+    for tried in (model, without):
+        spoilt = x.clone()
+        spoilt[3] = value
+        sparse = sparsify(tried)
+        for images, at in ((spoilt, 3), (spoilt[2:5], 1), (spoilt[3:4], 0)):
+            for _ in range(3):  # ways differ, which the first runs try
+                logits = sparse(images).logits
+                assert logits.isnan().all(dim=1).nonzero().flatten().tolist() == [at]
+        others = torch.arange(IMAGES) != 3
+        if tried is model:
+            found = sparse(spoilt)
+            assert torch.equal(found.exited[others], expected.exited[others])
+            torch.testing.assert_close(
+                found.logits[others], expected.logits[others], rtol=1e-3, atol=1e-3
+            )
+
+
 def test_numbers_of_images_are_rounded_to_few() -> None:
     assert [roughly(n) for n in (1, 7, 8, 15, 17, 33, 300, 512)] == [1, 7, 8, 15, 18, 36, 320, 512]
     assert len({roughly(n) for n in range(1, 513)}) <= 64
