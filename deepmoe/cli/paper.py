@@ -26,6 +26,7 @@ ALL, LIST = "all", "list"
 @click.option("--ray", metavar="ADDRESS", help="Train on this Ray cluster instead.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder. [default: runs/paper/SCALE]")
 @click.option("--dry-run", is_flag=True, help="List the runs and their epochs; train nothing.")
+@click.option("--no-train", is_flag=True, help="Train nothing; make tables of finished runs.")
 @json_option
 def paper(
     names: tuple[str, ...],
@@ -36,6 +37,7 @@ def paper(
     ray: str | None,
     out: Path | None,
     dry_run: bool,
+    no_train: bool,
     as_json: bool,
 ) -> None:
     """Reproduce tables and figures of the paper.
@@ -77,7 +79,10 @@ def paper(
         return
     own = "" if seeds is None else f" --seeds {seeds}"
     command = f"deepmoe paper {' '.join(names)} --scale {scale}{own}{as_typed(overrides)}"
-    workshop.train(command=command, jobs=jobs, ray=ray)
+    if no_train:
+        workshop.check_trained()
+    else:
+        workshop.train(command=command, jobs=jobs, ray=ray)
     finished = [workshop.finish(name, command=command) for name in workshop.pages]
     if as_json:
         say(json.dumps({done.page.name: done.values for done in finished}, indent=2))

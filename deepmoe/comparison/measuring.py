@@ -2,54 +2,37 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from deepmoe.comparison.measure import Finished, is_finished, measure_run
 from deepmoe.config import DataConfig
 from deepmoe.schema import from_plain, to_plain
-from deepmoe.sweep.schedule import End, Job
+from deepmoe.sweep.schedule import Job
+from deepmoe.sweep.steps import Following
 
 VERB = "measure-run"  # of the command line, where nothing else asks for it
 LOG_NAME = "measuring.txt"
 
 
-@dataclass(frozen=True)
-class Measuring:
-    """A run that has ended is measured, and its figures are kept beside its checkpoint."""
+def measuring(run: Finished, data: DataConfig, device: str) -> Following:
+    """The step that keeps a run's figures beside its checkpoint.
 
-    run: Finished
-    data: DataConfig
-    device: str  # as train.device says
+    Args:
+        run: that has ended by then.
+        data: as of `measure_run`.
+        device: as train.device says.
+    """
+    trained = run.checkpoint.parent.name
+    name = f"{trained}, measuring"
 
-    @property
-    def name(self) -> str:
-        """Of the run, and what is done with it."""
-        return f"{self._trained}, measuring"
-
-    @property
-    def needs(self) -> set[str]:
-        """The run."""
-        return {self._trained}
-
-    def begin(self) -> Job | None:
-        """Nothing is to be done where no run has ended."""
-        if not is_finished(self.run.checkpoint):
+    def job() -> Job | None:
+        if not is_finished(run.checkpoint):
             return None
-        arguments = (VERB, as_text(self.run, self.data))
-        log = self.run.checkpoint.with_name(LOG_NAME)
-        return Job(
-            self.name, arguments, log, self.device, partial(measure_run, self.run, self.data)
-        )
+        log, arguments = run.checkpoint.with_name(LOG_NAME), (VERB, as_text(run, data))
+        return Job(name, arguments, log, device, partial(measure_run, run, data))
 
-    def end(self, end: End) -> bool:
-        """Whether it went well. If not, whoever asks for its figures next is told why."""
-        return not end.code
-
-    @property
-    def _trained(self) -> str:
-        return self.run.checkpoint.parent.name
+    return Following(name, {trained}, job)
 
 
 def as_text(run: Finished, data: DataConfig) -> str:

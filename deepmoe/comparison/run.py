@@ -25,7 +25,7 @@ from deepmoe.comparison.measure import (
     measure_latency,
     measure_run,
 )
-from deepmoe.comparison.measuring import Measuring
+from deepmoe.comparison.measuring import measuring
 from deepmoe.comparison.table import comparison_table
 from deepmoe.config import DataConfig
 from deepmoe.console import complain
@@ -35,7 +35,7 @@ from deepmoe.sweep import RESULTS_NAME, Grid, check_settings, sweep
 from deepmoe.sweep.grid import run_name
 from deepmoe.sweep.local import LocalProcesses
 from deepmoe.sweep.schedule import work_off
-from deepmoe.sweep.steps import last_checkpoint, resolved
+from deepmoe.sweep.steps import Following, last_checkpoint, resolved
 from deepmoe.training import fit
 from deepmoe.training.lessons import is_lessons
 
@@ -90,9 +90,9 @@ def run_comparison(
     alone = len(rows) * len(asked.seeds) == 1 and asked.teacher is None
     rows = [start_row(asked), *rows]
     runs = {row.name: _runs_of(row, asked, out) for row in rows}
-    measuring = _measuring(runs, asked)
+    afterwards = _measuring(runs, asked)
     if not train:
-        work_off(measuring, LocalProcesses(jobs))
+        work_off(afterwards, LocalProcesses(jobs))
         complete = all(ended)
     elif alone and ray is None:
         _train_here(grid, out, quiet)
@@ -100,7 +100,7 @@ def run_comparison(
     else:
         results = out / RESULTS_NAME
         complete = sweep(
-            grid, out, results, command=command, jobs=jobs, ray=ray, afterwards=measuring
+            grid, out, results, command=command, jobs=jobs, ray=ray, afterwards=afterwards
         )
     finished = {
         name: [run for run in found if is_finished(run.checkpoint)] for name, found in runs.items()
@@ -171,10 +171,10 @@ def _runs_of(row: Row, asked: Asked, out: Path) -> list[Finished]:
     return list(found.values())
 
 
-def _measuring(runs: Mapping[str, Sequence[Finished]], asked: Asked) -> list[Measuring]:
+def _measuring(runs: Mapping[str, Sequence[Finished]], asked: Asked) -> list[Following]:
     """What has no figures yet; a start that was given is measured each time, in this process."""
     left = [run for of_row in runs.values() for run in of_row if run.own and not is_measured(run)]
-    return [Measuring(run, asked.base.data, asked.base.train.device) for run in left]
+    return [measuring(run, asked.base.data, asked.base.train.device) for run in left]
 
 
 def _measured(runs: Sequence[Finished], data: DataConfig) -> list[Measured]:

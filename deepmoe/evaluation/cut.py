@@ -32,7 +32,8 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
         refit: training images, for the norms.
 
     Raises:
-        UserError: for a model without gates that could be closed, or a share out of reach.
+        UserError: for a model without gates that could be closed, one with exits, or a share out of
+            reach.
     """
     refuse_experts(model, "it has no gates, so that its cost can't be changed")
     model.check_ahead()
@@ -40,6 +41,11 @@ def cut_to(model: DeepMoE, size: Size, share: float, batches: Batches, refit: Lo
         raise UserError("a dense network has no gates to close, so its cost can't be changed")
     if not isinstance(model.heads, GateHeads) and model.codebook is None:
         raise UserError("cut closes gates of relu heads or a codebook, and this model has neither")
+    if model.exit_at is not None:
+        raise UserError(
+            "the model's exits were fitted for the whole of it: cut the model without exits, then "
+            "fit exits for what is left"
+        )
     widths, dense = model.gating.widths, dense_macs(model, size)
     gates_NC, importance_C = _judged(model, batches)
     ranks = [

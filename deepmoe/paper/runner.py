@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from deepmoe.paper.smoke_data import make_smoke_data
 from deepmoe.paper.tables import line_of, run_figures, shown
 from deepmoe.results import markdown_table, with_origin
 from deepmoe.sweep import RESULTS_NAME, RunResult, check_settings, read_results, sweep
+from deepmoe.sweep.schedule import Job
+from deepmoe.sweep.steps import Following
 
 DATA_NAME, RUNS_NAME = "data", "runs"
 
@@ -76,6 +79,7 @@ class Workshop:
         look: bool = True,
     ) -> None:
         self.out, self.scale, self.overrides = out, scale, tuple(overrides)
+        self.seeds = seeds
         check_writable(out / RUNS_NAME)
         made_up = out / DATA_NAME if scale.thin else None
         self.plan = Plan(scale, overrides, None if made_up is None else str(made_up), seeds)
@@ -101,11 +105,52 @@ class Workshop:
         return self.out / RESULTS_NAME
 
     def train(self, *, command: str, jobs: int = 1, ray: str | None = None) -> None:
-        """Trains what has no result yet; thin networks in this process, unless several at once."""
+        """Trains what has no result yet; thin networks in this process, unless several at once.
+
+        Pages are made as soon as their runs have ended: what is stopped leaves those.
+        """
         grid = self.plan.grid(jobs)
         here = self.scale.thin and jobs == 1 and ray is None
         with _one_thread() if here else nullcontext():
-            sweep(grid, self.runs, self.results, command=command, jobs=jobs, ray=ray, here=here)
+            sweep(
+                grid,
+                self.runs,
+                self.results,
+                command=command,
+                jobs=jobs,
+                ray=ray,
+                here=here,
+                afterwards=() if here else self._making_pages(command),
+            )
+
+    def check_trained(self) -> None:
+        """Refuses a folder that no page can be made of."""
+        if not self.plan.runs.keys() & read_results(self.results).keys():
+            raise UserError(f"{self.out} holds no finished run of these: leave out --no-train")
+
+    def _making_pages(self, command: str) -> list[Following]:
+        """Of pages with runs that are to be trained; `finish` makes them all."""
+        done = read_results(self.results)
+        runs = {
+            name: {r for row in rows for r in row.runs} for name, (_, rows) in self.pages.items()
+        }
+        return [self._making(n, needs, command) for n, needs in runs.items() if needs - done.keys()]
+
+    def _making(self, name: str, runs: set[str], command: str) -> Following:
+        """The step that makes a page, in a process of its own."""
+        scale, out = ("--scale", self.scale.name), ("--out", str(self.out.resolve()))
+        settings = [part for item in self.overrides for part in ("--set", item)]
+        seeds = [] if self.seeds is None else ["--seeds", ",".join(map(str, self.seeds))]
+        typed = ("paper", name, "--no-train", *scale, *out, *settings, *seeds)
+        device = next(iter(self.plan.runs.values())).config.train.device
+        log = self.runs.resolve() / f"{name}.log"
+
+        def job() -> Job:
+            return Job(
+                f"{name}, making", typed, log, device, partial(self.finish, name, command=command)
+            )
+
+        return Following(f"{name}, making", runs, job)
 
     def finish(self, name: str, *, command: str) -> Finished:
         """Measures what a page's runs have left, and writes its table, plot and JSON."""

@@ -1,7 +1,7 @@
 """The steps of a sweep: runs, and the lessons that some of them take."""
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -135,6 +135,26 @@ class Teaching:
     @property
     def _log(self) -> Path:
         return self.lessons.with_suffix(".log")
+
+
+@dataclass(frozen=True)
+class Following:
+    """What is done with runs as soon as they have ended, such as measuring them.
+
+    Whoever asks for what it leaves meets a failure again, and tells of it.
+    """
+
+    name: str
+    needs: set[str]  # the runs
+    job: Callable[[], Job | None]  # what is to be run; `None` where nothing is left to do
+
+    def begin(self) -> Job | None:
+        """Its job, as things are now."""
+        return self.job()
+
+    def end(self, end: End) -> bool:
+        """Whether it went well."""
+        return not end.code
 
 
 def lessons_of(run: Run, out: Path) -> Path | None:

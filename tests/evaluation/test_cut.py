@@ -126,6 +126,14 @@ def test_costs_out_of_reach_are_refused(trained, tmp_path: Path, share: float, w
     assert not (tmp_path / "cut").exists()
 
 
+def test_exits_are_fitted_after_a_cut_and_not_before(trained: FitResult) -> None:
+    """A threshold that was fitted for the whole model says nothing of the cut one."""
+    model, data = copy.deepcopy(trained.model), trained.data
+    model.exit_at = torch.tensor(0.5)
+    with pytest.raises(UserError, match="cut the model without exits, then fit exits"):
+        cut_to(model, data.info.size, 0.7, data.calibration, data.train)
+
+
 def test_models_without_gates_to_close_are_refused(trained: FitResult) -> None:
     noisy = tiny_config("heads.kind=noisy-topk").heads
     dense, topk = create_model("vgg11", gates="none"), create_model("vgg11", heads=noisy)

@@ -46,6 +46,21 @@ def test_all_names_at_the_smoke_scale(tmp_path: Path, monkeypatch: pytest.Monkey
     check_refusals(out, smoke)
 
 
+def test_pages_are_made_as_soon_as_their_runs_have_ended(tmp_path: Path) -> None:
+    """So what is stopped leaves those; --no-train makes pages of what is there."""
+    smoke = ("figure-shuffle", "table-memory", "--scale", "smoke", "--out", tmp_path)
+    assert "leave out --no-train" in told(paper(*smoke, "--no-train"))
+    result = paper(*smoke, "--jobs", 2)
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    codes = "cifar100-vgg16-codes-seed0"  # of table-memory alone
+    assert lines.index("figure-shuffle, making: started") < lines.index(f"{codes}: done")
+    before = (tmp_path / "figure-shuffle.md").read_text()
+    (tmp_path / "figure-shuffle.md").unlink()
+    assert paper("figure-shuffle", *smoke[2:], "--no-train").exit_code == 0
+    assert (tmp_path / "figure-shuffle.md").read_text() == before
+
+
 def check_files(out: Path) -> None:
     for name, page in PAGES.items():
         written = json.loads((out / f"{name}.json").read_text())
