@@ -5,8 +5,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import shutil
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -117,57 +115,6 @@ def save_checkpoint(
     }
     header["checksum"] = _checksum(header, tensors)
     write_atomically(Path(path), save(tensors, header))
-
-
-class CheckpointStore:
-    """The checkpoints of a run's folder: the last, the newest few of finished epochs, the best.
-
-    Args:
-        folder: of the run.
-        keep: how many of the finished epochs to keep.
-    """
-
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.last = folder / LAST_NAME
-        self.best = folder / BEST_NAME
-
-    def keep_epoch(self, state: TrainState) -> None:
-        """Gives the last checkpoint, of a finished epoch, its other names; drops old ones.
-
-        Can be done again: a run may have been killed before it came to this.
-        """
-        if state.is_best:
-            _link(self.last, self.best)
-        if self.keep:
-            _link(self.last, self.folder / f"epoch-{state.epoch:04d}.safetensors")
-        for old in self.epochs()[: -self.keep or None]:
-            old.unlink()
-
-    def epochs(self) -> list[Path]:
-        """Checkpoints of finished epochs, oldest first."""
-        return sorted(self.folder.glob("epoch-*.safetensors"))
-
-    def clear(self) -> None:
-        """Removes all checkpoints."""
-        for path in [self.last, self.best, *self.epochs()]:
-            path.unlink(missing_ok=True)
-
-
-def _link(source: Path, target: Path) -> None:
-    """Makes a second name for a file that is never changed in place; a copy where that fails."""
-    draft = target.with_name(f"{target.name}.tmp")
-    try:
-        draft.unlink(missing_ok=True)
-        try:
-            os.link(source, draft)
-        except OSError:
-            shutil.copyfile(source, draft)
-        draft.replace(target)
-        draft.unlink(missing_ok=True)  # it is still there where both were names of one file
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}") from error
 
 
 def load_checkpoint(

@@ -1,7 +1,8 @@
 """The tables of docs/paper.md: the names, and ours beside the paper's where they were made."""
 
 import json
-from pathlib import Path
+import tomllib
+from typing import Any
 
 from result_files import EXPERIMENTS, origin
 
@@ -10,6 +11,7 @@ from deepmoe.paper.sources import SOURCES
 from deepmoe.results import markdown_table
 
 FOLDER = "paper"  # of experiments/: NAME.json, as `deepmoe paper NAME` leaves it
+VERDICTS = "verdicts.toml"  # there: what we make of it, by name
 
 
 def names_table() -> str:
@@ -28,10 +30,9 @@ def names_table() -> str:
 
 def results() -> str:
     """What the short scale came to: a section for each name that was made, the others in a line."""
-    paths = {name: EXPERIMENTS / FOLDER / f"{name}.json" for name in PAGES}
-    made = [name for name in PAGES if paths[name].exists()]
+    made = _made()
+    parts = [f"### {name}\n\n{_section(name, found, 1)}" for name, found in made.items()]
     missing = [f"`{name}`" for name in PAGES if name not in made]
-    parts = [f"### {name}\n\n{_page_tables(paths[name])}" for name in made]
     if not made:
         parts.append(f"Not made yet: no result of the {len(PAGES)} names is kept here so far.")
     elif missing:
@@ -39,11 +40,30 @@ def results() -> str:
     return "\n\n".join(parts)
 
 
-def _page_tables(path: Path) -> str:
-    found = json.loads(path.read_text(encoding="utf-8"))
+def more_results() -> str:
+    """The same with all tables of each name."""
+    made = _made()
+    return "\n\n".join(f"## {name}\n\n{_section(name, made[name], None)}" for name in made)
+
+
+def _made() -> dict[str, dict[str, Any]]:
+    paths = {name: EXPERIMENTS / FOLDER / f"{name}.json" for name in PAGES}
+    there = {name: path for name, path in paths.items() if path.exists()}
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in there.items()}
+
+
+def _section(name: str, found: dict[str, Any], most: int | None) -> str:
+    """So many of its tables, what they show, and where they are from."""
     values, parts = found["values"], []
-    for number, table in enumerate(values["tables"]):
+    for number, table in enumerate(values["tables"][:most]):
         parts += [f"{table['title']}:"] if number else []
         parts.append(markdown_table(table["header"], table["cells"]))
     notes = [f"Shortened: {values['shortened']}."] if values["shortened"] else []
-    return "\n\n".join([*parts, *notes, *values["notes"], origin(found)])
+    return "\n\n".join([*parts, *_verdict(name), *notes, *values["notes"], origin(found)])
+
+
+def _verdict(name: str) -> list[str]:
+    """What agrees with the paper, what does not, and why we think so."""
+    path = EXPERIMENTS / FOLDER / VERDICTS
+    written = tomllib.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return [written[name].strip()] if name in written else []

@@ -63,7 +63,7 @@ from experiment_tables import (
     quickstart_table,
     sweep_table,
 )
-from paper_tables import names_table
+from paper_tables import more_results, names_table
 from paper_tables import results as paper_results
 from readme_tables import headline_table, latency_sentence, networks_table
 from recipe_tables import (
@@ -135,6 +135,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "compare-rows": full_size_rows,
     "paper-names": names_table,
     "paper-results": paper_results,
+    "paper-more": more_results,
     "exit-front": front_table,
     "exit-whole": whole_front_table,
     "exit-pairs": pairs_table,

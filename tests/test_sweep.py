@@ -16,7 +16,7 @@ from forked import Forked
 from safetensors.torch import load_file
 from test_exclusive import HOLD
 
-from deepmoe.checkpoint import CheckpointStore, TrainState, load_checkpoint, save_checkpoint
+from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.config import apply_overrides
 from deepmoe.errors import UserError
@@ -26,6 +26,7 @@ from deepmoe.sweep.grid import with_checkpoints
 from deepmoe.sweep.local import LocalProcesses, Worker
 from deepmoe.sweep.schedule import Job
 from deepmoe.sweep.steps import Teaching
+from deepmoe.training.checkpoint_store import CheckpointStore
 
 TINY = """
 preset = "quickstart"

@@ -15,11 +15,12 @@ import torch
 from lightning_fabric import Fabric
 
 from deepmoe.bench.benchmark import Benchmark, Timed
-from deepmoe.checkpoint import CheckpointStore, TrainState
+from deepmoe.checkpoint import TrainState
 from deepmoe.config import RunConfig
 from deepmoe.data import DataSource, open_data
 from deepmoe.progress import progress
 from deepmoe.timing import timed
+from deepmoe.training.checkpoint_store import CheckpointStore
 from deepmoe.training.distributed import make_fabric
 from deepmoe.training.model_and_optimizer import make_model, make_optimizer
 from deepmoe.training.schedules import TrainingStage, stages

@@ -27,6 +27,8 @@ from deepmoe.sweep.schedule import Job
 from deepmoe.sweep.steps import Following
 
 DATA_NAME, RUNS_NAME = "data", "runs"
+# Settings that change where and how fast runs are trained, and nothing that a table is about.
+_NO_MATTER = ("data.root", "data.workers", "train.compile", "train.cuda_graphs", "train.device")
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,7 @@ class Workshop:
         told = page.shortened if self.scale.name == SHORT else ""
         if self.scale.thin:
             told = "made-up data, thin networks, two epochs: shows that everything runs, no more"
-        set_here = [item for item in self.overrides if "data.root" not in item]
+        set_here = [i for i in self.overrides if i.partition("=")[0].strip() not in _NO_MATTER]
         return "; but ".join([told] * bool(told) + [f"set {', '.join(set_here)}"] * bool(set_here))
 
     def _write(self, finished: Finished, made: Made, command: str) -> None:

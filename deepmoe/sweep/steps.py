@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from deepmoe.checkpoint import CheckpointStore
 from deepmoe.config import RunConfig, config_to_toml
 from deepmoe.console import complain
 from deepmoe.devices import choose_device
@@ -14,6 +13,7 @@ from deepmoe.results import origin
 from deepmoe.sweep.grid import LESSONS, Run, group_of, with_checkpoints
 from deepmoe.sweep.results import add_result, read_results
 from deepmoe.sweep.schedule import End, Job, Step
+from deepmoe.training.checkpoint_store import CheckpointStore
 from deepmoe.training.fit import fit
 from deepmoe.training.lessons import teach_from
 from deepmoe.training.log import METRICS_NAME, read_metrics

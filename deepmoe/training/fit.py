@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from deepmoe.checkpoint import (
-    CheckpointStore,
     TrainState,
     load_checkpoint,
     read_model,
@@ -41,6 +40,7 @@ from deepmoe.model import DeepMoE
 from deepmoe.processes import from_first_process
 from deepmoe.progress import progress, showing
 from deepmoe.sources import is_source
+from deepmoe.training.checkpoint_store import CheckpointStore
 from deepmoe.training.distributed import make_fabric, shard_of, synchronise_bn
 from deepmoe.training.epoch_figures import Result
 from deepmoe.training.experts import check_devices, learn_centroids

@@ -11,7 +11,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
-from deepmoe.checkpoint import CheckpointStore, TrainState, save_checkpoint
+from deepmoe.checkpoint import TrainState, save_checkpoint
 from deepmoe.config import RunConfig
 from deepmoe.costs import count_macs, dense_macs
 from deepmoe.data import Batch, DataSource, derive_seed
@@ -22,6 +22,7 @@ from deepmoe.layers import PruningAgent, RouteCodebook, ScaleFactors
 from deepmoe.losses import DeepMoELoss, LossParts
 from deepmoe.model import DeepMoE, can_be_captured
 from deepmoe.processes import any_process, from_first_process, process_count, sum_over_processes
+from deepmoe.training.checkpoint_store import CheckpointStore
 from deepmoe.training.codebook_learning import check_codes, learn_codebook
 from deepmoe.training.epoch_figures import Result, epoch_figures, reported
 from deepmoe.training.interrupts import Interrupts, Stopped, UntilStopped

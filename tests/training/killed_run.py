@@ -8,10 +8,10 @@ from pathlib import Path
 from helpers import tiny_config
 
 from deepmoe import files
-from deepmoe.checkpoint import CheckpointStore
 from deepmoe.data import BatchLoader
 from deepmoe.errors import UserError
 from deepmoe.training import fit
+from deepmoe.training.checkpoint_store import CheckpointStore
 from deepmoe.training.log import RunLog
 
 
