@@ -212,6 +212,15 @@ def pruned(name: str) -> dict[str, Any]:
     return _static()[name]
 
 
+def voted(name: str) -> dict[str, Any]:
+    """Of the runs with a vote: a pruned network by its name, or exits for a cost, as `35 %`."""
+    values = experiment(VOTE)["values"]
+    if name.endswith(" %"):
+        share = int(name.removesuffix(" %")) / 100
+        return next(point for point in values["vgg16"] if point["share"] == share)["network"]
+    return {row["run"]: row for row in values["static"]}[name]
+
+
 def thin(name: str) -> dict[str, Any]:
     """A thin vgg16 from scratch, by the name of its run."""
     return {point["thin"]["run"]: point["thin"] for point in _trained("vgg16")}[name]

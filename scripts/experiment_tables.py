@@ -160,6 +160,25 @@ def literal_small_table() -> str:
     return f"{markdown_table(header, rows)}\n\n{origin(*(run.line for run in runs.values()))}"
 
 
+def shuffle_small_table() -> str:
+    """Accuracy under gates of other classes: a row for each network."""
+    found, rows = experiment("shuffle_small/shuffling"), []
+    for name, run in found["values"].items():
+        form, _, last = name.partition("_")
+        cells = [
+            f"{100 * run[images][share]:.1f} %"
+            for images in ("all", "dolphin")
+            for share in ("own", "in_group", "out_of_group")
+        ]
+        rows.append((form, "yes" if last else "no", f"{run['routes']['distinct']:,}", *cells))
+    header = ["embedding", "last layer gated", "routes of 10,000 images"]
+    header += [f"{images}: {gates}" for images in ("all", "dolphin") for gates in ("own", *OTHERS)]
+    return f"{markdown_table(header, rows)}\n\n{origin(found)}"
+
+
+OTHERS = ("same", "other")  # coarse categories that gates are taken from
+
+
 def curve_table(name: str, runs: Iterable[str], ending: str = "") -> str:
     """Accuracy and cost of an experiment's checkpoints, their small gates closed more and more."""
     found = [experiment(f"{name}/curve_{run}{ending}") for run in runs]

@@ -43,7 +43,8 @@ def results() -> str:
 def more_results() -> str:
     """The same with all tables of each name."""
     made = _made()
-    return "\n\n".join(f"## {name}\n\n{_section(name, made[name], None)}" for name in made)
+    parts = [f"## {name}\n\n{_section(name, made[name], None)}" for name in made]
+    return "\n\n".join(parts).replace("](../experiments/", "](../")  # seen from there
 
 
 def _made() -> dict[str, dict[str, Any]]:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Collection
 
-from exit_tables import cheapest_pair, pruned, thin
+from exit_tables import pruned, thin, voted
 from recipe_tables import comparisons, row_of
 from result_files import benchmark, origin
 
@@ -73,12 +73,11 @@ def networks_table(shown: Collection[str] | None = SHOWN) -> str:
 def _figures(run: str) -> tuple[float, float]:
     """Accuracy and MACs, means over seeds."""
     folder, _, name = run.partition("/")
-    if folder != "exits":
+    if folder not in ("exits", "vote"):
         row = row_of(run)
         return row["accuracy"], row["macs"]
-    alone, _, exits = name.partition(" with ")
-    trained = thin if "_thin_" in alone else pruned
-    found = cheapest_pair(alone) if exits else trained(alone)
+    trained = thin if "_thin_" in name else pruned
+    found = voted(name) if folder == "vote" else trained(name)
     macs = found["macs"]
     mean = statistics.fmean(macs) if isinstance(macs, list) else macs
     return statistics.fmean(found["accuracy"]), mean

@@ -61,6 +61,7 @@ from experiment_tables import (
     dense_table,
     literal_small_table,
     quickstart_table,
+    shuffle_small_table,
     sweep_table,
 )
 from paper_tables import more_results, names_table
@@ -107,6 +108,7 @@ SMALL = ("split_three", "many_costs", "many_costs_whole")
 PARTS: dict[str, Callable[[], str]] = {
     **{name: partial(sweep_table, name) for name in SWEEPS},
     "literal_small": literal_small_table,
+    "shuffle_small": shuffle_small_table,
     "models": models_table,
     "quickstart": quickstart_table,
     "headline": headline_table,
