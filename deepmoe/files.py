@@ -83,8 +83,11 @@ def write_together(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 
 def is_newer(path: Path, than: Path) -> bool:
-    """Whether a file is there, and was written after another one: what it holds is still of it."""
-    return path.exists() and path.stat().st_mtime_ns > than.stat().st_mtime_ns
+    """Whether both are there, one written after the other: what it holds is still of that."""
+    try:
+        return path.stat().st_mtime_ns > than.stat().st_mtime_ns
+    except FileNotFoundError:  # of either: what is there is of nothing that is
+        return False
 
 
 def check_writable(path: Path) -> None:

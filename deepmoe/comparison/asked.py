@@ -103,8 +103,9 @@ def rows_of(asked: Asked) -> list[Row]:
     """
     rows = []
     base = _with_needs(asked)
+    told_apart = {_percent(share): share for share in asked.shares}.values()  # by their runs' names
     for method in asked.methods:
-        shares = (1.0,) if method.one_cost or asked.setting else dict.fromkeys(asked.shares)
+        shares = (1.0,) if method.one_cost or asked.setting else told_apart
         for published in (False, True) if asked.published and method.published else (False,):
             label = f"{method.name}_{PUBLISHED}" if published else method.name
             schedule = {**NO_TEACHER, **method.published} if published else {}

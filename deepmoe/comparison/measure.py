@@ -130,8 +130,9 @@ def is_finished(path: Path) -> bool:
 
 
 def is_measured(run: Finished) -> bool:
-    """Whether figures of its last checkpoint lie beside it."""
-    return is_newer(run.checkpoint.with_name(MEASURED_NAME), run.checkpoint)
+    """Whether figures of its last checkpoint lie beside it, and of the exits that it was given."""
+    kept = run.checkpoint.with_name(MEASURED_NAME)
+    return is_newer(kept, run.checkpoint) and is_newer(kept, run.model)
 
 
 def measure_latency(run: Finished, dense: Path, data: DataConfig, images: int) -> Latency:

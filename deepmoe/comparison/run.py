@@ -102,11 +102,15 @@ def run_comparison(
         complete = sweep(
             grid, out, results, command=command, jobs=jobs, ray=ray, afterwards=afterwards
         )
-    finished = {
-        name: [run for run in found if is_finished(run.checkpoint)] for name, found in runs.items()
-    }
+    finished = {name: [run for run in found if _has_ended(run)] for name, found in runs.items()}
+    lost = [run for name, found in runs.items() for run in found if run not in finished[name]]
+    for run in lost if complete else ():  # those of runs that failed have been told of
+        complain(
+            f"{run.checkpoint} is gone, though its run has ended: remove its folder, and its line "
+            f"of {RESULTS_NAME}, to train it again"
+        )
     measured = {name: _measured(runs, asked.base.data) for name, runs in finished.items()}
-    complete = complete and all(measured.values())
+    complete = complete and not lost and all(measured.values())
     left = {name: runs[0] for name, runs in finished.items() if measured[name]}
     latencies = _latencies(left, asked, latency_images) if latency_images else {}
     checkpoints = {name: run.model for name, run in left.items() if name != START}
@@ -169,6 +173,11 @@ def _runs_of(row: Row, asked: Asked, out: Path) -> list[Finished]:
         exits_for = row.share if row.method.fits_exits else None
         found[path] = Finished(row.name, path, given is None, exits_for, tuple(before))
     return list(found.values())
+
+
+def _has_ended(run: Finished) -> bool:
+    """A start that was given is taken as it is: it may be the best of its epochs, not the last."""
+    return not run.own or is_finished(run.checkpoint)
 
 
 def _measuring(runs: Mapping[str, Sequence[Finished]], asked: Asked) -> list[Following]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from deepmoe.checkpoint import load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.compare import method_named
 from deepmoe.comparison import comparison_grid, open_comparison, rows_of, run_comparison
+from deepmoe.comparison.measure import Finished
+from deepmoe.comparison.measuring import measuring
 from deepmoe.config import config_to_toml
 from deepmoe.costs import count_costs
 from deepmoe.deploy import ExitingNetwork
@@ -392,6 +395,75 @@ def test_a_table_of_what_is_finished_trains_nothing(compared: Path, preset: Path
     assert rows[1]["latency_ratio"] == timed["ms"] / timed["dense_ms"]
     assert (compared / "slimming-60-seed0" / "latency.json") in files
     assert not (compared / "li-60-seed0").exists()
+
+
+def test_what_is_gone_is_made_again_or_told(compared: Path, preset: Path, tmp_path: Path) -> None:
+    """Exits are fitted anew; a run that has a result is not trained again by itself."""
+    out = tmp_path / "a 'folder' of \u4e2a\n"
+    shutil.copytree(compared, out)
+    exits, gone = out / "ours-exits-60-seed0" / "exits.safetensors", out / "dense-seed0"
+    exits.unlink()
+    (gone / "last.safetensors").unlink()
+    options = ("--macs", "0.6", "--out", out, "--latency-images", 0, "--json")
+    result = run(*METHODS, "--preset", preset, *options)
+    assert result.exit_code == 2 and "some rows have no result: see above" in result.stderr
+    told = "dense-seed0/last.safetensors is gone, though its run has ended: remove its folder"
+    assert told in result.stderr
+    assert exits.exists() and not (gone / "last.safetensors").exists()
+    assert [line["method"] for line in json.loads(result.stdout)] == ["start", *METHODS[:2]]
+
+
+def test_one_seed_that_is_gone_is_told(compared: Path, preset: Path, tmp_path: Path) -> None:
+    """The row has others, but a mean that looks whole would not be."""
+    methods = [method_named("dense")]
+    asked = open_comparison(methods, shares=(0.6,), preset=str(preset), seeds=(0, 1))
+    found = run_comparison(asked, tmp_path, command="mine")
+    assert found.complete and [line["seeds"] for line in found.table] == [2, 2]
+    shutil.rmtree(tmp_path / "dense-seed1")
+    found = run_comparison(asked, tmp_path, command="mine")
+    assert not found.complete and [line["seeds"] for line in found.table] == [2, 1]
+
+
+def test_a_given_start_may_be_of_any_epoch(compared: Path, tmp_path: Path) -> None:
+    """Such as the best one, which is not the last."""
+    start = tmp_path / "best.safetensors"
+    loaded = load_checkpoint(compared / "start-seed0" / "last.safetensors")
+    train = dataclasses.replace(loaded.config.train, epochs=2)
+    config = dataclasses.replace(loaded.config, train=train)
+    save_checkpoint(start, loaded.model, config, loaded.info, loaded.state)
+    overrides = ["train.epochs=1"]
+    asked = open_comparison([method_named("li")], shares=[0.7], start=start, overrides=overrides)
+    found = run_comparison(asked, tmp_path / "out", command="mine")
+    assert found.complete and [line["method"] for line in found.table] == ["start", "li"]
+
+
+def test_costs_that_are_named_alike_are_one(preset: Path) -> None:
+    shares = (0.6, 0.7, 0.6 + 1e-13)
+    asked = open_comparison([method_named("li")], shares=shares, preset=str(preset))
+    assert [row.name for row in rows_of(asked)] == ["li-60", "li-70"]
+    assert len(comparison_grid(asked, rows_of(asked), jobs=1).runs) == 3
+
+
+def test_a_job_is_described_for_any_folder_and_machine(
+    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures lie beside the run's own file, also where that is a link."""
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    last = Path("run", "last.safetensors")
+    last.symlink_to(compared / "dense-seed0" / "last.safetensors")
+    data = load_checkpoint(last).config.data
+    job = measuring(Finished("dense", last, own=True), data, "cpu").begin()
+    assert job is not None and job.log == tmp_path / "run" / "measuring.txt"
+    monkeypatch.chdir(compared)
+    assert CliRunner().invoke(main, job.arguments).exit_code == 0
+    assert (tmp_path / "run" / "measured.json").exists()
+
+
+@pytest.mark.parametrize("text", ["x", "{}", "[]", '{"data": 1}', '"' + "[" * 9])
+def test_measuring_anything_else_is_refused(text: str) -> None:
+    result = CliRunner().invoke(main, ["measure-run", text])
+    assert result.exit_code == 2 and "is for `deepmoe compare` to call" in result.stderr
 
 
 def test_lessons_are_teachers(compared: Path, tmp_path: Path) -> None:
