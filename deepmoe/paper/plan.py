@@ -26,7 +26,7 @@ from deepmoe.paper.recipes import (
 from deepmoe.paper.scales import COMMON, Scale
 from deepmoe.paper.sources import SOURCES, Source
 from deepmoe.sweep import Grid, Run
-from deepmoe.sweep.grid import LESSONS, make_grid, run_name
+from deepmoe.sweep.grid import BETWEEN, LESSONS, make_grid, run_name
 
 _OWNED_TABLES = ("model", "embedding", "heads", "loss")
 _OWNED = ("seed", "start", "teacher", "prune", "prune_widths", "prune_by", "target_macs", "codes")
@@ -190,9 +190,8 @@ class Plan:
         teachers, seeds = TEACHERS.get(data, ()), self.scale.teachers
         if teachers and self.scale.views:
             network, _ = teachers[0]
-            for seed in seeds:
-                self.dense(data, network, seed)
-            return LESSONS + _group(data, network, 1.0, "dense")
+            # By their names: of which seeds there are others depends on what else is asked for.
+            return LESSONS + BETWEEN.join(self.dense(data, network, seed) for seed in seeds)
         names = [
             self.dense(data, network, seed)
             for network, of_all in teachers

@@ -251,6 +251,8 @@ def _with_seeded_needs(run: Run, runs: Sequence[Run]) -> Run:
         return tuple(ANOTHER_RUN + run_name(group, seed) for seed in seeds_of(group) or [own])
 
     def lessons_of(group: str) -> str:
+        if SEED.search(group):  # of runs that are named one by one
+            return LESSONS + group
         return LESSONS + BETWEEN.join(p.removeprefix(ANOTHER_RUN) for p in all_seeds(group))
 
     config = with_checkpoints(run.config, seeded)

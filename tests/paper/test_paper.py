@@ -103,11 +103,28 @@ def test_runs_are_shared_and_the_same_whoever_asks() -> None:
     assert plan_of("short", "figure-rnp", seeds=(2,)).runs["cifar100-vgg16-rnp-50-seed2"]
 
 
+@pytest.mark.parametrize("seeds", [None, (1,), (2, 0), (5,)])
+@pytest.mark.parametrize("scale", ["smoke", "short"])
+def test_runs_learn_from_the_same_teachers_whatever_else_is_asked_for(
+    scale: str, seeds: tuple[int, ...] | None
+) -> None:
+    """A page is also made alone, of runs that were trained for several, and by other seeds."""
+    every = {run.name: run for run in plan_of(scale, *PAGES, seeds=seeds).grid(1).runs}
+    for name in PAGES:
+        for run in plan_of(scale, name, seeds=seeds).grid(1).runs:
+            assert every[run.name] == run
+    taught = {tuple(run.lessons) for run in every.values() if "vgg16-ours" in run.name}
+    teachers = SCALES[scale].teachers
+    data = ("cifar10", "cifar100")
+    assert taught == {tuple(f"{d}-vgg16-dense-seed{seed}" for seed in teachers) for d in data}
+
+
 def test_teachers_look_once_at_the_short_scale_and_at_every_batch_at_the_full_one() -> None:
     def teachers(scale: str) -> Any:
         return plan_of(scale, "figure-shuffle").runs[OURS_RUN].config.train.teacher
 
-    assert teachers("short") == "lessons:cifar100-vgg16-dense"
+    named = ",".join(f"cifar100-vgg16-dense-seed{seed}" for seed in (0, 1, 2))
+    assert teachers("short") == f"lessons:{named}"
     full = [f"run:cifar100-vgg16-dense-seed{seed}" for seed in (0, 1, 2)]
     assert list(teachers("full")) == [*full, "run:cifar100-vgg16-w13-all-dense-seed0"]
     grid = plan_of("short", "figure-shuffle").grid(1)
