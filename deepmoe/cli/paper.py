@@ -73,15 +73,14 @@ def paper(
         seeds=numbers,
         leave_out=every,
         look=not dry_run,
+        train=dry_run or not no_train,
     )
     if dry_run:
         _print_plan(workshop, as_json)
         return
     own = "" if seeds is None else f" --seeds {seeds}"
     command = f"deepmoe paper {' '.join(names)} --scale {scale}{own}{as_typed(overrides)}"
-    if no_train:
-        workshop.check_trained()
-    else:
+    if not no_train:
         workshop.train(command=command, jobs=jobs, ray=ray)
     finished = [workshop.finish(name, command=command) for name in workshop.pages]
     if as_json:

@@ -1,7 +1,7 @@
 """From names to tables: trains what is missing, measures, and writes table, plot and JSON."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -63,6 +63,7 @@ class Workshop:
         seeds: of all rows; as the scale says if not given.
         leave_out: whether pages without their data are left out, with a word on it.
         look: whether to look for the data; without, nothing can be trained.
+        train: whether runs may be trained; if not, some have to be finished.
 
     Raises:
         UserError: for data that is not there, settings that can't be, or a folder with runs of
@@ -79,6 +80,7 @@ class Workshop:
         seeds: Sequence[int] | None = None,
         leave_out: bool = False,
         look: bool = True,
+        train: bool = True,
     ) -> None:
         self.out, self.scale, self.overrides = out, scale, tuple(overrides)
         self.seeds = seeds
@@ -87,6 +89,9 @@ class Workshop:
         self.plan = Plan(scale, overrides, None if made_up is None else str(made_up), seeds)
         for data in dict.fromkeys(data for page in pages for data in page.data):
             self.plan.data_config(data)  # tells of settings that can't be, before anything is made
+        done = read_results(self.results).keys()
+        if not train:
+            self._check_finished(done)
         if look and made_up is not None and self.plan.root == str(made_up):
             make_smoke_data(made_up)
         if look:
@@ -95,6 +100,8 @@ class Workshop:
             page.name: (page, tuple(page.rows(self.plan))) for page in pages
         }
         check_settings(self.plan.grid(1), self.runs, self.results)
+        if not train:
+            self._check_finished(done & self.plan.runs.keys())
 
     @property
     def runs(self) -> Path:
@@ -125,18 +132,27 @@ class Workshop:
                 afterwards=() if here else self._making_pages(command),
             )
 
-    def check_trained(self) -> None:
+    def _check_finished(self, runs: Set[str]) -> None:
         """Refuses a folder that no page can be made of."""
-        if not self.plan.runs.keys() & read_results(self.results).keys():
+        if not runs:
             raise UserError(f"{self.out} holds no finished run of these: leave out --no-train")
 
     def _making_pages(self, command: str) -> list[Following]:
-        """Of pages with runs that are to be trained; `finish` makes them all."""
-        done = read_results(self.results)
+        """Of pages with runs that are to be trained, or that were stopped before they were made.
+
+        `finish` makes them all; where nothing is to be trained, at once.
+        """
+        done = read_results(self.results).keys()
+        if not self.plan.runs.keys() - done:
+            return []
         runs = {
             name: {r for row in rows for r in row.runs} for name, (_, rows) in self.pages.items()
         }
-        return [self._making(n, needs, command) for n, needs in runs.items() if needs - done.keys()]
+        return [
+            self._making(name, needs, command)
+            for name, needs in runs.items()
+            if needs - done or not (self.out / f"{name}.md").exists()
+        ]
 
     def _making(self, name: str, runs: set[str], command: str) -> Following:
         """The step that makes a page, in a process of its own."""

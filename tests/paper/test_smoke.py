@@ -50,6 +50,7 @@ def test_pages_are_made_as_soon_as_their_runs_have_ended(tmp_path: Path) -> None
     """So what is stopped leaves those; --no-train makes pages of what is there."""
     smoke = ("figure-shuffle", "table-memory", "--scale", "smoke", "--out", tmp_path)
     assert "leave out --no-train" in told(paper(*smoke, "--no-train"))
+    assert not list(tmp_path.iterdir())  # refused before any data is made up
     result = paper(*smoke, "--jobs", 2)
     assert result.exit_code == 0, result.output
     lines = result.stderr.splitlines()
@@ -58,6 +59,14 @@ def test_pages_are_made_as_soon_as_their_runs_have_ended(tmp_path: Path) -> None
     before = (tmp_path / "figure-shuffle.md").read_text()
     (tmp_path / "figure-shuffle.md").unlink()
     assert paper("figure-shuffle", *smoke[2:], "--no-train").exit_code == 0
+    assert (tmp_path / "figure-shuffle.md").read_text() == before
+    # Where it was stopped before a page was made, that comes first.
+    (tmp_path / "figure-shuffle.md").unlink()
+    kept = (tmp_path / RESULTS_NAME).read_text().splitlines(keepends=True)
+    (tmp_path / RESULTS_NAME).write_text("".join(line for line in kept if codes not in line))
+    again = paper(*smoke, "--jobs", 2)
+    assert again.exit_code == 0, again.output
+    assert again.stderr.splitlines()[0] == "figure-shuffle, making: started"
     assert (tmp_path / "figure-shuffle.md").read_text() == before
 
 
