@@ -142,7 +142,8 @@ def pooled(folder: str) -> list[dict[str, Any]]:
 def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """One row of two, with the mean and the deviation of all seeds."""
     n = a["seeds"] + b["seeds"]
-    means = {key: (a["seeds"] * a[key] + b["seeds"] * b[key]) / n for key in MEANS if a[key]}
+    known = [key for key in MEANS if a[key] is not None and b[key] is not None]
+    means = {key: (a["seeds"] * a[key] + b["seeds"] * b[key]) / n for key in known}
     squares = sum(
         (line["seeds"] - 1) * (line["accuracy_deviation"] or 0) ** 2
         + line["seeds"] * (line["accuracy"] - means["accuracy"]) ** 2
