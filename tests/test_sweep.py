@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -606,6 +607,27 @@ def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path, monkeypatch, 
     monkeypatch.setattr("deepmoe.sweep.local.Worker", Killed)
     assert not sweep(grid, tmp_path / "runs", tmp_path / "runs.jsonl", command="test")
     assert "killed by SIGKILL" in capsys.readouterr().err
+
+
+def test_a_run_that_ends_as_it_is_asked_to_stop_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended well, and its process waits for the next command."""
+    deaf = tmp_path / "deaf"
+    deaf.write_text("#!/bin/sh\ntrap '' TERM\necho 0\nexec cat\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    worker = Worker()
+    while worker.code() is None:  # until it can't be told to end
+        time.sleep(0.01)
+    worker.terminate()
+    waiting = threading.Thread(target=worker.wait)
+    waiting.start()
+    waiting.join(timeout=20)
+    hangs = waiting.is_alive()
+    worker._process.kill()
+    waiting.join()
+    assert not hangs
 
 
 @pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGHUP])

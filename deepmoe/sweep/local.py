@@ -48,8 +48,12 @@ class Worker:
         return int(told) if told else ended
 
     def terminate(self) -> None:
-        """Asks it to end, which makes a run save."""
+        """Asks it to end, which makes a run save.
+
+        A run that is just about to end does so as if nobody had asked: there is no next one.
+        """
         self._process.terminate()
+        self._commands.close()
 
     def wait(self) -> None:
         """Waits until it has ended."""
