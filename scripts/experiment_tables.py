@@ -164,14 +164,13 @@ def shuffle_small_table() -> str:
     """Accuracy under gates of other classes: a row for each network."""
     found, rows = experiment("shuffle_small/shuffling"), []
     for name, run in found["values"].items():
-        form, _, last = name.partition("_")
         cells = [
             f"{100 * run[images][share]:.1f} %"
             for images in ("all", "dolphin")
             for share in ("own", "in_group", "out_of_group")
         ]
-        rows.append((form, "yes" if last else "no", f"{run['routes']['distinct']:,}", *cells))
-    header = ["embedding", "last layer gated", "routes of 10,000 images"]
+        rows.append((f"`{name}`", f"{run['evaluation']['macs_share']:.0%}", *cells))
+    header = ["run", "MACs, of dense"]
     header += [f"{images}: {gates}" for images in ("all", "dolphin") for gates in ("own", *OTHERS)]
     return f"{markdown_table(header, rows)}\n\n{origin(found)}"
 
