@@ -1,6 +1,6 @@
 """The recipes that networks of the paper's tables are trained by.
 
-*Literal* is the paper's: gates after every convolution, the class embedding, lambda by hand, then
+*Literal* is the paper's: gates after every convolution, a latent embedding, lambda by hand, then
 a stage with embedding and gates frozen. *Ours* starts from the trained dense network, opens a share
 of its strongest channels, and learns from dense networks: docs/recipe.md.
 """
