@@ -12,7 +12,8 @@ from deepmoe.costs import format_macs
 from deepmoe.results import markdown_table
 
 SMALL = "compare_small/table"
-FULL_SIZE = "compare_cifar100/vgg16"  # a folder: files of runs with other seeds, or other rows
+# Folders: files of runs with other seeds, or other rows.
+VGG16, RESNET56 = "compare_cifar100/vgg16", "compare_cifar100/resnet56"
 DRAWN = {  # methods that can be told apart in one plot, with short names
     "thin-long": "thin, 76 epochs",
     "thin": "thin, 38 epochs",
@@ -80,9 +81,9 @@ def published_table() -> str:
     return f"{markdown_table(header, rows)}\n\n{origin(*results)}"
 
 
-def full_size_table() -> str:
-    """CIFAR-100, vgg16: accuracy of all methods at each cost."""
-    lines = {(line["method"], line["share"]): line for line in pooled(FULL_SIZE)}
+def full_size_table(folder: str) -> str:
+    """CIFAR-100: accuracy of all methods at each cost."""
+    lines = {(line["method"], line["share"]): line for line in pooled(folder)}
     shares = sorted({share for _, share in lines if share < 1}, reverse=True)
     rows = []
     for method in METHODS:
@@ -96,20 +97,20 @@ def full_size_table() -> str:
     rows.sort(key=lambda row: row[0], reverse=True)
     header = ["method", "epochs", *(f"{share:.0%} of the MACs" for share in shares)]
     table = markdown_table(header, [row[1:] for row in rows])
-    return f"{table}\n\n{_origin()}"
+    return f"{table}\n\n{_origin(folder)}"
 
 
-def full_size_rows() -> str:
+def full_size_rows(folder: str) -> str:
     """The same with everything that was measured, a row for each cost."""
-    best_first = sorted(pooled(FULL_SIZE), key=lambda line: (-line["share"], -line["accuracy"]))
+    best_first = sorted(pooled(folder), key=lambda line: (-line["share"], -line["accuracy"]))
     shown = [i for i, title in enumerate(HEADER) if title not in ("schedule", "chooses for")]
     rows = [[cells[i] for i in shown] for cells in table_cells(best_first)]
-    return f"{markdown_table([HEADER[i] for i in shown], rows)}\n\n{_origin()}"
+    return f"{markdown_table([HEADER[i] for i in shown], rows)}\n\n{_origin(folder)}"
 
 
 def full_size_curves() -> dict[str, list[dict[str, Any]]]:
-    """Some of it as curves."""
-    lines = sorted(pooled(FULL_SIZE), key=lambda line: line["macs_share"])
+    """Some of vgg16's as curves."""
+    lines = sorted(pooled(VGG16), key=lambda line: line["macs_share"])
     return {
         title: [line for line in lines if line["method"] == method]
         for method, title in DRAWN.items()
@@ -122,21 +123,35 @@ def parts(folder: str) -> list[dict[str, Any]]:
     return [experiment(f"{folder}/{path.stem}") for path in paths]
 
 
-def _origin() -> str:
+def _origin(folder: str) -> str:
     """Of all files; their commands are in them, and would fill a page."""
-    return origin(*({**part, "command": "", "note": ""} for part in parts(FULL_SIZE)))
+    return origin(*({**part, "command": "", "note": ""} for part in parts(folder)))
 
 
 def pooled(folder: str) -> list[dict[str, Any]]:
-    """Its rows, each over the seeds of all files."""
+    """Its rows, each over the seeds of all files, with the latency that any of them has."""
     found: dict[str, dict[str, Any]] = {}
+    timed: dict[str, float] = {}
     for line in (line for part in parts(folder) for line in part["values"]):
         before = found.get(line["run"])
         if before is None:
             found[line["run"]] = line
         elif before["seeds"] + line["seeds"] <= SEEDS:
             found[line["run"]] = _both(before, line)
-    return list(found.values())
+        if line["latency_ratio"] is not None:
+            timed.setdefault(line["run"], line["latency_ratio"])
+    for line in found.values():  # networks of one shape have one latency, whoever chose it
+        if line["run"] in timed and not line["dynamic"]:
+            timed.setdefault(_shape(line), timed[line["run"]])
+    return [
+        {**line, "latency_ratio": timed.get(line["run"], timed.get(_shape(line)))}
+        for line in found.values()
+    ]
+
+
+def _shape(line: Mapping[str, Any]) -> str:
+    """Pruned networks of equal cost and size have the same widths; dynamic ones are of no shape."""
+    return line["run"] if line["dynamic"] else f"{line['macs']:.0f} {line['parameters']:.0f}"
 
 
 def _both(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,8 @@ from benchmark_tables import (
     train_speed_table,
 )
 from compare_tables import (
+    RESNET56,
+    VGG16,
     full_size_curves,
     full_size_rows,
     full_size_table,
@@ -133,8 +135,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "compare-methods": methods_table,
     "compare-small": small_table,
     "compare-published": published_table,
-    "compare-full-size": full_size_table,
-    "compare-rows": full_size_rows,
+    "compare-full-size": partial(full_size_table, VGG16),
+    "compare-rows": partial(full_size_rows, VGG16),
+    "compare-resnet56": partial(full_size_rows, RESNET56),
     "paper-names": names_table,
     "paper-results": paper_results,
     "paper-more": more_results,

@@ -17,7 +17,8 @@ def line_of(figures: dict[str, np.ndarray]) -> dict[str, Any]:
     accuracies = figures["accuracy"]
     deviation = float(accuracies.std(ddof=1)) if len(accuracies) > 1 else None
     means = {key: float(values.mean()) for key, values in figures.items()}
-    return {"run": "li-50", "seeds": len(accuracies), "accuracy_deviation": deviation, **means}
+    plain = {"run": "li-50", "dynamic": False, "latency_ratio": None}
+    return {**plain, "seeds": len(accuracies), "accuracy_deviation": deviation, **means}
 
 
 @pytest.mark.parametrize("seeds", [(1, 1, 1), (1, 2), (2, 1), (1, 1)])
@@ -42,3 +43,25 @@ def test_what_is_known_of_some_files_is_not_made_up_for_others(
     monkeypatch.setattr(compare_tables, "parts", lambda folder: parts)
     (line,) = compare_tables.pooled("any")
     assert line["seeds"] == 2 and line["prune_seconds"] == 1
+
+
+def test_latency_is_taken_from_whichever_file_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = line_of({key: np.ones(3) for key in compare_tables.MEANS})
+    # A seed more than are asked for, of another accuracy: only its latency counts.
+    timed = {**known, "accuracy": 0.0, "seeds": 1, "latency_ratio": 0.5}
+    monkeypatch.setattr(compare_tables, "parts", lambda folder: [{"values": [known, timed]}])
+    (line,) = compare_tables.pooled("any")
+    assert line == {**known, "latency_ratio": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("other", "latency"),
+    [({}, 0.5), ({"parameters": 2.0}, None), ({"macs": 2.0}, None), ({"dynamic": True}, None)],
+)
+def test_networks_of_one_shape_have_one_latency(
+    other: dict[str, Any], latency: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = line_of({key: np.ones(1) for key in compare_tables.MEANS})
+    lines = [{**known, "latency_ratio": 0.5}, {**known, "run": "thin-50", **other}]
+    monkeypatch.setattr(compare_tables, "parts", lambda folder: [{"values": lines}])
+    assert [line["latency_ratio"] for line in compare_tables.pooled("any")] == [0.5, latency]
