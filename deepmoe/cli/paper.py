@@ -147,6 +147,7 @@ def _short(value: object) -> str:
 
 def _list(as_json: bool) -> None:
     from deepmoe.paper import PAGES, SCALES
+    from deepmoe.paper.scales import SHORT
     from deepmoe.paper.sources import SOURCES
 
     if as_json:
@@ -156,7 +157,7 @@ def _list(as_json: bool) -> None:
                 "title": page.title,
                 "needs": [f"{SOURCES[d].title}: {SOURCES[d].layout}" for d in page.data],
                 "takes": dict(page.takes),
-                "shortened": page.shortened,
+                "shortened": page.shortened_at(SCALES[SHORT]),
             }
             for page in PAGES.values()
         ]

@@ -104,7 +104,7 @@ PAGE = Page(
     title="the paper's bound on expressive power, and the routes that networks do take",
     data=(DATA,),
     takes={"full": "about 3 hours", "short": "about 5 min", "smoke": "3 s"},
-    shortened="20 epochs in one cycle in place of the paper's 350, one seed",
+    shortened="{epochs} epochs in one cycle in place of the paper's 350, one seed",
     rows=rows,
     columns=(
         Column("images", "images", "count"),

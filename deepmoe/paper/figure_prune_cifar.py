@@ -64,8 +64,8 @@ PAGE = Page(
     data=(DATA,),
     takes={"full": "about 6 hours", "short": "about 12 min", "smoke": "5 s"},
     shortened=(
-        "20 epochs in one cycle for the start and again for each method, in place of 350 and each "
-        "method's own schedule; one seed"
+        "{epochs} epochs in one cycle for the start and again for each method, in place of 350 "
+        "and each method's own schedule; one seed"
     ),
     rows=rows,
     columns=(ERROR, MACS, Column("share", "of dense MACs")),

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepmoe.paper.plan import Plan
+from deepmoe.paper.scales import Scale
+from deepmoe.paper.sources import SOURCES
 from deepmoe.sweep import RunResult
 from deepmoe.sweep.steps import last_checkpoint
 
@@ -100,7 +102,8 @@ class Page:
         title: what it shows.
         data: keys of the data sets it is of.
         takes: how long it takes, by scale.
-        shortened: what the short scale leaves out of the paper's schedule.
+        shortened: what the short scale leaves out of the paper's schedule; `{epochs}` stands for
+            its own.
         rows: adds its runs to a plan, and gives its rows.
         columns: of the table.
         plot: of what was made.
@@ -123,6 +126,10 @@ class Page:
     measure: Callable[[Path, Plan], Line] | None = None
     measures: Like = field(default_factory=dict)
     more: Callable[[Made], Sequence[Shown]] | None = None
+
+    def shortened_at(self, scale: Scale) -> str:
+        """What a scale leaves out of the paper's schedule, with its own number of epochs."""
+        return self.shortened.format(epochs=scale.epochs(SOURCES[self.data[0]].kind))
 
 
 # Of every page that has ours beside dense networks: what else differs than the gates.

@@ -65,8 +65,17 @@ class Plan:
         return given
 
     def grid(self, jobs: int) -> Grid:
-        """All runs so far."""
-        return make_grid(list(self.runs.values()), jobs, self.scale.views or Grid.views)
+        """All runs so far, those of a seed and what they need before those of the next.
+
+        What is stopped has then left whole tables of one seed, not half a table of three.
+        """
+        runs = list(self.runs.values())
+        first = {run.name: run.config.train.seed for run in runs}  # the first seed that needs it
+        for run in reversed(make_grid(runs, jobs).in_order):
+            for need in run.needs:
+                first[need] = min(first[need], first[run.name])
+        runs.sort(key=lambda run: first[run.name])
+        return make_grid(runs, jobs, self.scale.views or Grid.views)
 
     def seeds(self, wanted: int) -> tuple[int, ...]:
         """So many seeds, unless the scale has fewer, or others were asked for."""

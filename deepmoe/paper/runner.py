@@ -228,7 +228,7 @@ class Workshop:
         return kept(path, page.name, page.measures, lambda: measure(path, self.plan))
 
     def _shortened(self, page: Page) -> str:
-        told = page.shortened if self.scale.name == SHORT else ""
+        told = page.shortened_at(self.scale) if self.scale.name == SHORT else ""
         if self.scale.thin:
             told = "made-up data, thin networks, two epochs: shows that everything runs, no more"
         set_here = [i for i in self.overrides if i.partition("=")[0].strip() not in _NO_MATTER]

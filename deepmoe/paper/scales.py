@@ -18,8 +18,8 @@ COMMON: Settings = {
 # What a scale changes of the presets with the paper's schedules, by the kind of data.
 _SHORT: dict[str, Settings] = {
     "cifar": {
-        "train.epochs": 16,
-        "train.finetune_epochs": 4,
+        "train.epochs": 5,
+        "train.finetune_epochs": 1,
         "train.batch_size": 256,
         "train.lr": 0.1,
         "train.schedule": "long-cycle",
@@ -27,7 +27,7 @@ _SHORT: dict[str, Settings] = {
         "train.weight_decay": 5e-4,
     },
     "imagenet": {
-        "train.epochs": 40,
+        "train.epochs": 20,
         "train.batch_size": 64,
         "train.lr": 0.1,
         "train.schedule": "long-cycle",
@@ -36,7 +36,7 @@ _SHORT: dict[str, Settings] = {
     },
     "segmentation": {
         "data.name": "segmentation-pairs",
-        "data.crop": (360, 480),
+        "data.crop": (240, 320),
         "data.scale": (0.5, 2.0),
         "data.workers": 6,
         "train.epochs": 30,
@@ -84,10 +84,17 @@ class Scale:
     views: int | None = None
     thin: bool = False
 
+    def epochs(self, kind: str) -> int | None:
+        """That every run on this kind of data trains; `None` where the paper's schedule says."""
+        schedule = self.settings[kind]
+        if not schedule:
+            return None
+        return schedule["train.epochs"] + schedule.get("train.finetune_epochs", 0)
+
 
 SCALES = {
     FULL: Scale(FULL, {kind: {} for kind in _SHORT}),
-    SHORT: Scale(SHORT, _SHORT, views=20),
+    SHORT: Scale(SHORT, _SHORT, views=6),
     SMOKE: Scale(SMOKE, _SMOKE, most_seeds=1, teachers=(0,), views=2, thin=True),
 }
 

@@ -55,8 +55,8 @@ PAGE = Page(
         "smoke": "10 s",
     },
     shortened=(
-        "40 epochs in one cycle in place of the paper's 100, batches of 64, one seed; meant for a "
-        "part of ImageNet such as Imagenette, whose errors can't be compared with ImageNet's"
+        "{epochs} epochs in one cycle in place of the paper's 100, batches of 64, one seed; meant "
+        "for a part of ImageNet such as Imagenette, whose errors can't be compared with ImageNet's"
     ),
     rows=rows,
     columns=(ERROR, MACS),

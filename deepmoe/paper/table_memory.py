@@ -62,7 +62,7 @@ PAGE = Page(
     title="memory of vgg16 on CIFAR-100: dense, masked, narrowed, with a codebook",
     data=(DATA,),
     takes={"full": "about 2 hours", "short": "about 3 min", "smoke": "3 s"},
-    shortened="20 epochs in one cycle in place of the paper's 350, one seed",
+    shortened="{epochs} epochs in one cycle in place of the paper's 350, one seed",
     rows=rows,
     columns=(
         Column("parameters", "parameters", "count"),

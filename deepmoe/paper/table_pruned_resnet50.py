@@ -50,8 +50,8 @@ PAGE = Page(
         "smoke": "5 s",
     },
     shortened=(
-        "40 epochs in one cycle for the start and again for each method, in place of 100 and each "
-        "method's own schedule; meant for a part of ImageNet such as Imagenette"
+        "{epochs} epochs in one cycle for the start and again for each method, in place of 100 and "
+        "each method's own schedule; meant for a part of ImageNet such as Imagenette"
     ),
     rows=rows,
     columns=(

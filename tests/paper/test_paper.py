@@ -76,7 +76,7 @@ def test_the_plan_says_what_would_be_trained(tmp_path: Path, monkeypatch) -> Non
     assert result.exit_code == 0, result.output
     runs = {line["run"]: line for line in json.loads(result.stdout)}
     ours = runs[OURS_RUN]
-    assert ours["epochs"] == 9 + 4 and not ours["done"]
+    assert ours["epochs"] == 9 + 1 and not ours["done"]
     assert set(ours["after"]) == {name for name in runs if "dense" in name}
     assert "runs to train" in paper("figure-shuffle", "--dry-run").stdout
     assert not list(tmp_path.iterdir())
@@ -130,7 +130,27 @@ def test_teachers_look_once_at_the_short_scale_and_at_every_batch_at_the_full_on
     grid = plan_of("short", "figure-shuffle").grid(1)
     (ours,) = [run for run in grid.runs if run.name == OURS_RUN]
     assert set(ours.needs) == {f"cifar100-vgg16-dense-seed{seed}" for seed in (0, 1, 2)}
-    assert grid.views == 20
+    assert grid.views == scale_named("short").epochs("cifar")  # another view in each epoch
+
+
+def test_what_is_stopped_has_trained_all_of_its_first_seed_first() -> None:
+    runs = [run.name for run in plan_of("short", "table-cifar").grid(1).runs]
+    place = {name: number for number, name in enumerate(runs)}
+    last_of_first = max(place[n] for n in runs if n.endswith("-seed0"))
+    teachers = {f"{data}-vgg16-dense-seed{s}" for data in ("cifar10", "cifar100") for s in (1, 2)}
+    second = [name for name in runs if name.endswith("-seed1") and name not in teachers]
+    third = [name for name in runs if name.endswith("-seed2") and name not in teachers]
+    assert all(place[name] < last_of_first for name in teachers)
+    assert last_of_first < min(map(place.get, second))
+    assert max(map(place.get, second)) < min(map(place.get, third))
+
+
+def test_pages_say_how_long_the_short_scale_trains() -> None:
+    short = scale_named("short")
+    told = {name: page.shortened_at(short) for name, page in PAGES.items()}
+    assert told["table-cifar"].startswith(f"{short.epochs('cifar')} epochs ")
+    assert f"{short.epochs('segmentation')} epochs" in told["table-cityscapes"]
+    assert scale_named("full").epochs("cifar") is None
 
 
 @pytest.mark.parametrize(
