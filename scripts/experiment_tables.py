@@ -119,9 +119,10 @@ def camvid_table() -> str:
     return f"{markdown_table(header, rows)}\n\n{origin(result)}"
 
 
-def collapse_table() -> str:
-    """How the literal recipe goes with a lambda that is too large."""
-    result = experiment("vgg16_literal/strong")
+def epochs_table(name: str) -> str:
+    """How a run of the literal recipe goes, by some of its epochs."""
+    result = experiment(name)
+    (images,) = {epoch.get("evaluated_on", "test") for epoch in result["values"]}
     rows = [
         (
             epoch["epoch"],
@@ -134,22 +135,22 @@ def collapse_table() -> str:
         for epoch in result["values"]
     ]
     header = ["epoch", "training accuracy", "sum of an image's gates", "embedding's own loss"]
-    header += ["accuracy (test)", "of dense MACs"]
+    header += [f"accuracy ({images})", "of dense MACs"]
     return f"{markdown_table(header, rows)}\n\n{origin(result)}"
 
 
-def literal_small_table() -> str:
+def literal_table(name: str) -> str:
     """Readings of the literal recipe: a row for each norm, lambda and start of the heads."""
-    runs = runs_of("literal_small")
+    runs = runs_of(name)
     found: dict[tuple[str, float, str], dict[str, dict[str, Any]]] = {}
     for run in runs.values():
         loss, heads = run.settings["loss"], run.settings["heads"]
         key = (loss["l1"], loss["sparsity"], heads["init"])
         found.setdefault(key, {})[run.settings["embedding"]["form"]] = run.figures
     rows = []
-    for (norm, sparsity, start), by_form in found.items():
+    for (norm, sparsity, start), by_form in sorted(found.items(), key=_sums_first):
         cells = [
-            f"{by_form[form][key]:.1%}"
+            f"{by_form[form][key]:.1%}" if form in by_form else ""
             for form in ("classes", "latent")
             for key in ("accuracy", "embedding_accuracy", "macs_share")
         ]
@@ -158,6 +159,11 @@ def literal_small_table() -> str:
     for form in ("classes", "latent"):
         header += [f"{form}: accuracy", f"{form}: embedding", f"{form}: MACs"]
     return f"{markdown_table(header, rows)}\n\n{origin(*(run.line for run in runs.values()))}"
+
+
+def _sums_first(reading: tuple[tuple[str, float, str], Any]) -> tuple[bool, float, str]:
+    (norm, sparsity, start), _ = reading
+    return norm != "sum", sparsity, start
 
 
 def shuffle_small_table() -> str:

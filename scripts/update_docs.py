@@ -57,11 +57,11 @@ from exit_tables import targets_table as exit_targets_table
 from experiment_tables import (
     budget_table,
     camvid_table,
-    collapse_table,
     curve_table,
     cut_table,
     dense_table,
-    literal_small_table,
+    epochs_table,
+    literal_table,
     quickstart_table,
     shuffle_small_table,
     sweep_table,
@@ -109,7 +109,8 @@ FOUR = ("four", "four_many")
 SMALL = ("split_three", "many_costs", "many_costs_whole")
 PARTS: dict[str, Callable[[], str]] = {
     **{name: partial(sweep_table, name) for name in SWEEPS},
-    "literal_small": literal_small_table,
+    "literal_small": partial(literal_table, "literal_small"),
+    "literal_cifar100": partial(literal_table, "literal_cifar100"),
     "shuffle_small": shuffle_small_table,
     "models": models_table,
     "quickstart": quickstart_table,
@@ -127,7 +128,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "cifar100_dense": dense_table,
     "macs_budget": budget_table,
     "camvid": camvid_table,
-    "literal-strong": collapse_table,
+    "literal-strong": partial(epochs_table, "vgg16_literal/strong"),
+    "literal-full": partial(epochs_table, "literal_full/epochs"),
     "curve-refitted": partial(curve_table, "cifar100_gates", FOUR, "_refitted"),
     "curve-plain": partial(curve_table, "cifar100_gates", FOUR),
     "curve-small": partial(curve_table, "small_by_heart", SMALL),
