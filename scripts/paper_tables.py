@@ -1,6 +1,7 @@
 """The tables of docs/paper.md: the names, and ours beside the paper's where they were made."""
 
 import json
+import re
 import tomllib
 from typing import Any
 
@@ -44,7 +45,8 @@ def more_results() -> str:
     """The same with all tables of each name."""
     made = _made()
     parts = [f"## {name}\n\n{_section(name, made[name], None)}" for name in made]
-    return "\n\n".join(parts).replace("](../experiments/", "](../")  # seen from there
+    from_there = "\n\n".join(parts).replace("](../experiments/", "](../")
+    return re.sub(r"\]\((?=[\w-]+\.(md|png))", "](../../docs/", from_there)
 
 
 def _made() -> dict[str, dict[str, Any]]:
