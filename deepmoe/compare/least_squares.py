@@ -13,18 +13,26 @@ from torch import Tensor
 from deepmoe.extras import require
 
 RIDGE = 1e-9  # of the mean square: far below what counts, far above what rounding does
+ROUNDING = 1e-10  # of the mean square before means were taken off, which leaves its rounding
 FIRST_PENALTY = 1e-4  # of the one that leaves nothing
 SLACK = 1.1  # how many more than asked for may be left
 BISECTIONS = 40
 LEAST_VALUE = 1e-12  # of the largest eigenvalue: below it is rounding
 
 
-def corrections(gram: Tensor, moments: Tensor) -> Tensor:
+def corrections(gram: Tensor, moments: Tensor, scale: Tensor | None = None) -> Tensor:
     """Least squares from X'X and X'R: what to add to weights whose residual is R.
 
     Where samples don't tell, as for channels that never fire, weights stay as they are.
+
+    Args:
+        gram: X'X.
+        moments: X'R.
+        scale: mean square of X before its means were taken off, if they were.
     """
     ridge = RIDGE * gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
+    if scale is not None:  # channels that hardly vary leave rounding alone, of either sign
+        ridge = ridge + ROUNDING * scale
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return torch.cholesky_solve(moments, torch.linalg.cholesky(gram + ridge * eye))
 

@@ -104,9 +104,10 @@ class Sums:
         if homes[0] is not None:  # an intercept stands for the means
             xx_JJ = xx_JJ - torch.outer(self.x_J, self.x_J) / self.count
             xy_JO = xy_JO - torch.outer(self.x_J, self.y_O) / self.count
+        scale = self.xx_JJ.diagonal()[left].mean() if bool(left.any()) else None
         rest_JO = xy_JO[left] - xx_JJ[left] @ weight_OJ.T
         fitted_OJ = weight_OJ.clone()
-        fitted_OJ[:, left] += corrections(xx_JJ[left][:, left], rest_JO).T
+        fitted_OJ[:, left] += corrections(xx_JJ[left][:, left], rest_JO, scale).T
         intercept_O = (self.y_O - fitted_OJ @ self.x_J) / self.count
 
         size_O = self.scale_O.abs()

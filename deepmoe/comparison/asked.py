@@ -56,6 +56,14 @@ class Asked:
     teacher_checkpoints: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
+        for option, given in (("--macs", self.shares), ("--seeds", self.seeds)):
+            twice = [value for value in given if given.count(value) > 1]
+            if twice:
+                raise UserError(f"{option} names {twice[0]:g} twice")
+            if not given:
+                raise UserError(f"{option} needs at least one number")
+        if not self.methods or not all(isinstance(method, Method) for method in self.methods):
+            raise UserError("a comparison needs methods, as method_named(NAME) gives them")
         for share in self.shares:
             if not 0 < share <= 1:
                 raise UserError(f"--macs are shares of the dense MACs, above 0 to 1, not {share:g}")

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deepmoe.checkpoint import load_checkpoint
+from deepmoe.checkpoint import Checkpoint, load_checkpoint, read_network
 from deepmoe.compare import Method
 from deepmoe.compare.li import published_widths
 from deepmoe.compare.method import changed
 from deepmoe.comparison.asked import NO_TEACHER, TEACHER, Asked
 from deepmoe.config import (
+    GIVEN,
     EmbeddingConfig,
     HeadsConfig,
     LossConfig,
@@ -23,6 +24,7 @@ from deepmoe.configured_models import model_from_config
 from deepmoe.data import DataInfo, open_data
 from deepmoe.errors import UserError
 from deepmoe.graph import prunable
+from deepmoe.sources import is_source
 from deepmoe.sweep.grid import LESSONS
 from deepmoe.training.lessons import only_lessons
 from deepmoe.training.teachers import check_teacher
@@ -95,7 +97,7 @@ def open_comparison(
     info = _info(base, known)
     if only_lessons([str(path) for path in paths]) is None:  # of those, every run looks by itself
         for path in paths:
-            check_teacher(path, load_checkpoint(path), info, base)
+            check_teacher(path, _load_teacher(path, own.model.name, network), info, base)
     if info.task != "classification":
         raise UserError("compare takes networks that classify images, not segmentation")
     trained = None if preset is None else _start(before, base)
@@ -199,6 +201,17 @@ def _teacher_settings(teachers: Sequence[Path], preset: str | None) -> dict[str,
         return {}
     named = tuple(str(path.resolve()) for path in teachers) if teachers else LESSONS + TEACHER
     return {"train.teacher": named, "loss.distillation": DISTILLATION}
+
+
+def _load_teacher(path: Path, own: str, network: str | None) -> Checkpoint:
+    """One of the zoo, or made as the start is."""
+    name = read_network(path)
+    if (is_source(name) or name == GIVEN) and name != own:
+        raise UserError(
+            f"{path} is made by {name}: teachers are of the zoo, or made as the start is. Others "
+            "can write down what they say (deepmoe teach): give that file"
+        )
+    return load_checkpoint(path, network=network if name == own else None)
 
 
 def _widths(

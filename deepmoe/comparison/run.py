@@ -29,6 +29,7 @@ from deepmoe.comparison.measuring import measuring
 from deepmoe.comparison.table import comparison_table
 from deepmoe.config import DataConfig
 from deepmoe.console import complain
+from deepmoe.devices import choose_device
 from deepmoe.errors import TrainingInterrupted, UserError, reason
 from deepmoe.files import read_regular, write_atomically
 from deepmoe.sweep import RESULTS_NAME, Grid, check_settings, sweep
@@ -86,6 +87,8 @@ def run_comparison(
     ended = [] if train else [is_finished(last_checkpoint(out, run.name)) for run in grid.runs]
     if not train and not any(ended):
         raise UserError(f"{out} holds no finished run of these methods: leave out --no-train")
+    if train and ray is None:
+        choose_device(asked.base.train.device)
     _check_inputs(asked, out)
     alone = len(rows) * len(asked.seeds) == 1 and asked.teacher is None
     rows = [start_row(asked), *rows]
@@ -125,12 +128,13 @@ def _check_inputs(asked: Asked, out: Path) -> None:
         "teachers": [_checksum(path) for path in asked.teacher_checkpoints],
     }
     noted = out / INPUTS_NAME
-    if not noted.exists() and any(out.glob(last_checkpoint(Path(), "*").as_posix())):
+    begun = any(out.glob(last_checkpoint(Path(), "*").as_posix()))
+    if begun and not noted.exists():
         raise UserError(
             f"{out} holds runs, but no {INPUTS_NAME} that says what they start and learn from: "
             "give another --out"
         )
-    if noted.exists() and _read_inputs(noted) != inputs:
+    if begun and _read_inputs(noted) != inputs:
         raise UserError(f"{out} holds a comparison of another start or teacher: give another --out")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(noted, json.dumps(inputs).encode())

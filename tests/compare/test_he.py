@@ -12,7 +12,9 @@ from sklearn.linear_model import Lasso
 from torch import Tensor, nn
 
 from deepmoe.compare import Choice, PruningTask, he
+from deepmoe.compare.least_squares import corrections
 from deepmoe.errors import UserError
+from deepmoe.pruning import prune_module
 
 pytestmark = pytest.mark.usefixtures("all_positions")
 
@@ -212,3 +214,39 @@ def test_a_layer_that_can_not_be_followed_gets_one_sentence(
 
     with pytest.raises(UserError, match="two is more than a plain layer"):
         he.select(task)
+
+
+def test_inputs_that_never_vary_change_nothing() -> None:
+    """Rounding is all that is left of them once their means are taken off."""
+    x_NJ = torch.ones(1000, 8).double() * torch.linspace(0.3, 1.3, 8).double()
+    for noise in (0.0, 1e-9):
+        noisy = x_NJ + noise * torch.randn(1000, 8).double()
+        means = torch.outer(noisy.sum(0), noisy.sum(0)) / 1000
+        gram = noisy.T @ noisy
+        scale = gram.diagonal().mean()
+        added = corrections(gram - means, torch.zeros(8, 2).double(), scale)
+        assert torch.equal(added, torch.zeros_like(added))
+
+
+class Level(nn.Module):
+    """Its last norm gives every channel a level of its own, whatever comes in; then a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.last = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
+        self.classify = nn.Linear(8, 4)
+        nn.init.zeros_(self.last[1].weight)
+        self.last[1].bias.data.copy_(torch.linspace(0.3, 1.3, 8))
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return self.classify(self.last(self.first(x_BCHW)).mean((2, 3)))
+
+
+def test_a_network_that_has_collapsed_is_pruned_all_the_same() -> None:
+    images = small_images()
+    network = Level().double().eval()
+    some = [(images, torch.zeros(len(images)).long())]
+    small = prune_module(network, images, 0.5, some, by="he")
+    assert all(bool(p.isfinite().all()) for p in small.parameters())
+    assert small.last[0].out_channels < 8

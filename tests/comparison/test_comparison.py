@@ -203,7 +203,8 @@ def test_teachers_are_trained_first(preset: Path) -> None:
         (("lii", "--preset", "PRESET"), "no method is named 'lii'"),
         (("li", "--preset", "PRESET", "--macs", "0.001"), "can't leave 0.001 of the MACs"),
         (("li", "--preset", "PRESET", "--macs", "1.5"), "shares of the dense MACs"),
-        (("li", "--preset", "PRESET", "--seeds", "0,0"), "two runs are named"),
+        (("li", "--preset", "PRESET", "--seeds", "0,0"), "--seeds names 0 twice"),
+        (("li", "--preset", "PRESET", "--macs", "0.5,0.6,0.5"), "--macs names 0.5 twice"),
         (("li", "--preset", "PRESET", "--model", "vgg16"), "the network is resnet20, not vgg16"),
         (("li", "--preset", "PRESET", "--setting", "vgg16-a"), "a setting of vgg16, not of"),
         (("li", "--preset", "PRESET", "--setting", "x", "--macs", "0.5"), "leave out --macs"),
@@ -481,3 +482,41 @@ def test_lessons_are_teachers(compared: Path, tmp_path: Path) -> None:
     assert found.complete
     with pytest.raises(UserError, match="another start or teacher"):
         run_comparison(asked[1], tmp_path / "out", command="mine")
+
+
+def test_what_fails_before_any_work_leaves_the_folder_free(
+    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a device or a cluster that is not there; another start can then have the folder."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    start, out = compared / "start-seed0" / "last.safetensors", tmp_path / "out"
+    missing = run("li", "he", "--start", start, "--set", "train.device=cuda", "--out", out)
+    assert missing.exit_code == 2 and "no usable CUDA device" in missing.stderr
+    assert not out.exists()
+    out.mkdir()
+    (out / "inputs.json").write_text('{"start": "another", "teachers": []}')  # of such a call
+    options = ("--macs", "0.7", "--out", out, "--latency-images", 0)
+    assert run("li", "--start", start, *options).exit_code == 0
+
+
+def test_python_is_told_what_a_comparison_needs(compared: Path) -> None:
+    start = compared / "start-seed0" / "last.safetensors"
+    for methods, seeds, told in (
+        (["li"], (0,), "method_named"),
+        ([], (0,), "needs methods"),
+        ([method_named("li")], (), "--seeds needs at least one number"),
+    ):
+        with pytest.raises(UserError, match=told):
+            open_comparison(methods, shares=[0.7], start=start, seeds=seeds)
+
+
+def test_a_teacher_that_cannot_be_made_is_refused(compared: Path, tmp_path: Path) -> None:
+    """Its network is neither of the zoo nor the start's own."""
+    start = compared / "start-seed0" / "last.safetensors"
+    loaded, teacher = load_checkpoint(start), tmp_path / "teacher.safetensors"
+    config = dataclasses.replace(
+        loaded.config, model=dataclasses.replace(loaded.config.model, name="mine:network")
+    )
+    save_checkpoint(teacher, loaded.model, config, loaded.info, loaded.state)
+    result = run("li", "--start", start, "--teacher", teacher, "--macs", "0.7")
+    assert result.exit_code == 2 and "is made by mine:network: teachers are of" in result.stderr
