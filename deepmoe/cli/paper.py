@@ -176,7 +176,7 @@ def _list(as_json: bool) -> None:
             for page in PAGES.values()
         ],
     )
-    say("Times are estimates for one H200 with --jobs 5; smoke: for one CPU core.")
+    say("Times are estimates for one H200 with --jobs 10; smoke: for one CPU core.")
     say("Data is read from the folder data, or from --set data.root=PATH; smoke makes up its own.")
     for source in SOURCES.values():
         say(f"{source.title}: {source.layout}")

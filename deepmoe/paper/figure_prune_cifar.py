@@ -62,7 +62,7 @@ PAGE = Page(
     name="figure-prune-cifar",
     title="error against MACs of vgg16 and resnet56 on CIFAR-10: pruning and narrow DeepMoE",
     data=(DATA,),
-    takes={"full": "about 6 hours", "short": "about 12 min", "smoke": "5 s"},
+    takes={"full": "about 6 hours", "short": "about 5 min", "smoke": "5 s"},
     shortened=(
         "{epochs} epochs in one cycle for the start and again for each method, in place of 350 "
         "and each method's own schedule; one seed"

@@ -122,7 +122,7 @@ PAGE = Page(
     name="figure-shuffle",
     title="vgg16 on CIFAR-100 under gates of other classes, in and out of the coarse category",
     data=(DATA,),
-    takes={"full": "about 2 hours", "short": "about 3 min", "smoke": "3 s"},
+    takes={"full": "about 2 hours", "short": "about 2 min", "smoke": "3 s"},
     shortened=(
         "{epochs} epochs in one cycle in place of the paper's 350, one seed; 20 draws as there"
     ),

@@ -51,7 +51,7 @@ PAGE = Page(
     data=(DATA,),
     takes={
         "full": "weeks",
-        "short": "about 14 min on 1,000 images of Imagenette",
+        "short": "about 2 min on 1,000 images of Imagenette",
         "smoke": "10 s",
     },
     shortened=(

@@ -46,7 +46,7 @@ PAGE = Page(
     data=(DATA,),
     takes={
         "full": "two weeks",
-        "short": "about 8 min on 1,000 images of Imagenette",
+        "short": "about 1 min on 1,000 images of Imagenette",
         "smoke": "5 s",
     },
     shortened=(
