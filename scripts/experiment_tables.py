@@ -123,20 +123,26 @@ def epochs_table(name: str) -> str:
     """How a run of the literal recipe goes, by some of its epochs."""
     result = experiment(name)
     (images,) = {epoch.get("evaluated_on", "test") for epoch in result["values"]}
+    embeds = any("embedding_accuracy" in epoch for epoch in result["values"])
     rows = [
         (
             epoch["epoch"],
             f"{epoch['train_accuracy']:.2%}",
             f"{epoch['gate_l1']:.0f}",
             f"{epoch['embedding_loss']:.2f}",
-            f"{epoch['accuracy']:.2%}" if "accuracy" in epoch else "",
+            *([_share(epoch, "embedding_accuracy")] * embeds),
+            _share(epoch, "accuracy"),
             f"{epoch['macs_share']:.1%}" if "macs_share" in epoch else "",
         )
         for epoch in result["values"]
     ]
     header = ["epoch", "training accuracy", "sum of an image's gates", "embedding's own loss"]
-    header += [f"accuracy ({images})", "of dense MACs"]
+    header += ["embedding's own accuracy"] * embeds + [f"accuracy ({images})", "of dense MACs"]
     return f"{markdown_table(header, rows)}\n\n{origin(result)}"
+
+
+def _share(epoch: dict[str, Any], key: str) -> str:
+    return f"{epoch[key]:.2%}" if key in epoch else ""
 
 
 def literal_table(name: str) -> str:

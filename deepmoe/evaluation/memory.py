@@ -88,6 +88,7 @@ def measure_memory(
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
     """The most bytes that a call has alive at a time, beyond what was there before it."""
+    torch.clear_autocast_cache()  # copies of weights that an earlier call has made are its own
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

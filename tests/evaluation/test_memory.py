@@ -103,3 +103,11 @@ def test_other_kinds_are_measured_beside_the_dense_network() -> None:
     exits = create_model("resnet20", classes=3, widths=[4] * 9, gates=None, exits=True)
     assert [variant.name for variant in measure_memory(exits, X).variants] == ["dense", "exits"]
     assert exits.training
+
+
+def test_memory_under_autocast_does_not_depend_on_what_ran_before() -> None:
+    """Copies of weights in half precision are kept until autocast ends: they count each time."""
+    network, image = torch.nn.Conv2d(8, 8, 3), torch.randn(1, 8, 9, 9)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        first, second = (peak_bytes(lambda: network(image), image.device) for _ in range(2))
+    assert first == second > 2 * network.weight.numel()
