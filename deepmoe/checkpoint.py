@@ -223,6 +223,11 @@ def read_model(path: str | Path) -> ModelConfig:
     return _File(path).parse(used=True)[0].model
 
 
+def read_info(path: str | Path) -> DataInfo:
+    """What a checkpoint was trained on, without its weights."""
+    return _File(path).parse(used=True)[1]
+
+
 def read_checksum(path: str | Path) -> str:
     """What tells a checkpoint from all others; those of the first format have none."""
     return _File(path).header.get("checksum", "")

@@ -21,7 +21,9 @@ ALL, LIST = "all", "list"
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--scale", default="short", show_default=True, help="full, short or smoke.")
 @set_option
-@click.option("--seeds", help="Seeds for all rows, with commas. [default: those of the scale]")
+@click.option(
+    "--seeds", help="Seeds, with commas; names of one seed take the first. [default: the scale's]"
+)
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Runs at once.")
 @click.option("--ray", metavar="ADDRESS", help="Train on this Ray cluster instead.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder. [default: runs/paper/SCALE]")
@@ -82,16 +84,25 @@ def paper(
     command = f"deepmoe paper {' '.join(names)} --scale {scale}{own}{as_typed(overrides)}"
     if not no_train:
         workshop.train(command=command, jobs=jobs, ray=ray)
-    finished = [workshop.finish(name, command=command) for name in workshop.pages]
+    finished, failed = [], []
+    for name in workshop.pages:
+        try:
+            finished.append(workshop.finish(name, command=command))
+        except UserError as error:  # the others are made all the same
+            failed.append(f"{name}: {error}")
     if as_json:
         say(json.dumps({done.page.name: done.values for done in finished}, indent=2))
     else:
         for done in finished:
             _print(done)
-        say(f"next: {_next(names, scale, finished[-1])}")
+        if finished:
+            say(f"next: {_next(names, scale, finished[-1])}")
     lacking = [done.page.name for done in finished if not done.complete]
     if lacking:
-        raise UserError(f"some runs of {', '.join(lacking)} have no result; their logs say why")
+        why = "are not finished" if no_train else "have no result; their logs say why"
+        failed.append(f"some runs of {', '.join(lacking)} {why}")
+    if failed:
+        raise UserError("; ".join(failed))
 
 
 def _print(done: "Finished") -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from deepmoe.analysis.plots import drawn
+from deepmoe.checkpoint import read_info
 from deepmoe.console import complain
 from deepmoe.devices import choose_device
 from deepmoe.errors import UserError
@@ -24,7 +25,7 @@ from deepmoe.paper.tables import line_of, run_figures, shown
 from deepmoe.results import markdown_table, with_origin
 from deepmoe.sweep import RESULTS_NAME, RunResult, check_settings, read_results, sweep
 from deepmoe.sweep.schedule import Job
-from deepmoe.sweep.steps import Following
+from deepmoe.sweep.steps import Following, last_checkpoint
 
 DATA_NAME, RUNS_NAME = "data", "runs"
 # Settings that change where and how fast runs are trained, and nothing that a table is about.
@@ -100,6 +101,8 @@ class Workshop:
             page.name: (page, tuple(page.rows(self.plan))) for page in pages
         }
         check_settings(self.plan.grid(1), self.runs, self.results)
+        if look:
+            self._check_data()
         if not train:
             self._check_finished(done & self.plan.runs.keys())
 
@@ -131,6 +134,18 @@ class Workshop:
                 here=here,
                 afterwards=() if here else self._making_pages(command),
             )
+
+    def _check_data(self) -> None:
+        """Refuses a folder whose runs know other images than those that are there now."""
+        for page, rows in self.pages.values():
+            for run in {run for row in rows for run in row.runs}:
+                path = last_checkpoint(self.runs, run)
+                (data,) = [key for key in page.data if run.startswith(f"{key}-")]
+                if path.exists() and read_info(path) != self.plan.open(data):
+                    raise UserError(
+                        f"{path.parent} was trained on other images than those in "
+                        f"{self.plan.root}: give another --out"
+                    )
 
     def _check_finished(self, runs: Set[str]) -> None:
         """Refuses a folder that no page can be made of."""
@@ -230,7 +245,8 @@ class Workshop:
     def _shortened(self, page: Page) -> str:
         told = page.shortened_at(self.scale) if self.scale.name == SHORT else ""
         if self.scale.thin:
-            told = "made-up data, thin networks, two epochs: shows that everything runs, no more"
+            data = "made-up data, " if self.plan.root == str(self.out / DATA_NAME) else ""
+            told = f"{data}thin networks, two epochs: shows that everything runs, no more"
         set_here = [i for i in self.overrides if i.partition("=")[0].strip() not in _NO_MATTER]
         return "; but ".join([told] * bool(told) + [f"set {', '.join(set_here)}"] * bool(set_here))
 

@@ -50,8 +50,11 @@ def run_figures(last: Mapping[str, Any]) -> Line:
     }
     figures["reduction"] = 100 - figures["share"]
     for key, value in figures.items():
-        if _is_number(value) and not math.isfinite(value):
+        most = 100 if key in ("accuracy", "active") else math.inf
+        if _is_number(value) and not (math.isfinite(value) and value <= most):
             raise ValueError(f"{key} can't be {value}")
+    if min(accuracy, figures["macs"]) < 0:
+        raise ValueError("accuracy and MACs can't be negative")
     return figures
 
 

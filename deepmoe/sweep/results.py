@@ -13,6 +13,7 @@ from deepmoe.config import DataConfig, RunConfig, config_from_dict, config_to_to
 from deepmoe.errors import UserError, reason
 from deepmoe.files import read_regular, write_atomically
 from deepmoe.sweep.grid import Run
+from deepmoe.training.fit import changed_keys
 
 RESULTS_NAME = "runs.jsonl"
 
@@ -29,11 +30,13 @@ class RunResult:
     digest: str  # of this one
 
     def is_of(self, run: Run) -> bool:
-        """Whether the run would be trained with the same settings today."""
+        """Whether the run would come to the same today: where and how fast it runs may differ."""
         try:
-            return config_from_dict(self.settings) == _without_root(run.config)
+            before = config_from_dict(self.settings)
         except UserError:  # it had settings that are gone
             return False
+        taken = [(c.train.start, c.train.teachers) for c in (before, run.config)]
+        return taken[0] == taken[1] and not changed_keys(before, run.config)
 
 
 def read_results(path: Path) -> dict[str, RunResult]:

@@ -1,6 +1,7 @@
 """All tables and figures at the smallest scale, from the command line to the files."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,13 @@ def check_other_figures(out: Path, smoke: tuple[object, ...]) -> None:
         assert f"{path} is damaged: remove it" in told(paper(name, *smoke))
         path.write_text(json.dumps(before))
     lines = (out / RESULTS_NAME).read_text()
-    for key, wrong in (("dense_macs", 0), ("macs", float("nan")), ("iou", [1]), ("active", None)):
+    for key, wrong in (
+        ("dense_macs", 0),
+        ("macs", float("nan")),
+        ("iou", [1]),
+        ("active", None),
+        ("accuracy", 7.5),
+    ):
         changed = [json.loads(line) for line in lines.splitlines()]
         for line in changed:
             if line["values"]["run"] == run.name:  # which no other starts from
@@ -132,10 +139,27 @@ def check_other_figures(out: Path, smoke: tuple[object, ...]) -> None:
     (out / RESULTS_NAME).write_text(lines)
 
 
+def check_other_data(out: Path, smoke: tuple[object, ...]) -> None:
+    """Runs of one table have seen the same classes; made-up data is called so, nothing else."""
+    fewer = out.parent / "fewer"
+    shutil.copytree(out / "data" / "imagenet", fewer)
+    for split in ("train", "val"):
+        shutil.rmtree(sorted((fewer / split).iterdir())[-1])
+    other = told(paper("table-imagenet-wide", *smoke, "--set", f"data.root={fewer}"))
+    assert "was trained on other images than those in" in other and "give another --out" in other
+    same = shutil.copytree(out / "data" / "imagenet", out.parent / "same")
+    own = paper("table-imagenet-wide", *smoke, "--set", f"data.root={same}", "--json")
+    (values,) = json.loads(own.stdout).values()
+    assert values["shortened"].startswith("thin networks")
+
+
 def check_refusals(out: Path, smoke: tuple[object, ...]) -> None:
     """What another call makes of settings that changed, and of files that were damaged."""
     epochs = paper("table-memory", *smoke, "--set", "train.epochs=2")
     assert "was trained with other settings: give another --out" in told(epochs)
+    # How fast it runs is no such setting.
+    assert paper("table-memory", *smoke, "--set", "data.workers=1").exit_code == 0
+    check_other_data(out, smoke)
     run = out / "runs" / "cifar100-vgg16-dense-seed0"
     (run / "table-memory.json").write_text('{"dense": ')
     assert "table-memory.json is damaged" in told(paper("table-memory", *smoke))
@@ -143,6 +167,9 @@ def check_refusals(out: Path, smoke: tuple[object, ...]) -> None:
     check_other_figures(out, smoke)
     (run / "last.safetensors").unlink()
     assert "which is gone" in told(paper("table-memory", *smoke))
+    # A page that can't be made does not stop the others.
+    both = paper("table-memory", "figure-rnp", *smoke, "--no-train")
+    assert "table-memory: " in told(both) and "figure-rnp: error against MACs" in both.stdout
     lines = (out / RESULTS_NAME).read_text()
     (out / RESULTS_NAME).write_text(lines[:-100])
     assert "is not the result of a sweep's run" in told(paper("figure-rnp", *smoke))
