@@ -32,7 +32,7 @@ def names_table() -> str:
 def results() -> str:
     """What the short scale came to: a section for each name that was made, the others in a line."""
     made = _made()
-    parts = [f"### {name}\n\n{_section(name, found, 1)}" for name, found in made.items()]
+    parts = [f"### {name}\n\n{_section(name, found, whole=False)}" for name, found in made.items()]
     missing = [f"`{name}`" for name in PAGES if name not in made]
     if not made:
         parts.append(f"Not made yet: no result of the {len(PAGES)} names is kept here so far.")
@@ -44,7 +44,7 @@ def results() -> str:
 def more_results() -> str:
     """The same with all tables of each name."""
     made = _made()
-    parts = [f"## {name}\n\n{_section(name, made[name], None)}" for name in made]
+    parts = [f"## {name}\n\n{_section(name, made[name], whole=True)}" for name in made]
     from_there = "\n\n".join(parts).replace("](../experiments/", "](../")
     return re.sub(r"\]\((?=[\w-]+\.(md|png))", "](../../docs/", from_there)
 
@@ -55,14 +55,30 @@ def _made() -> dict[str, dict[str, Any]]:
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in there.items()}
 
 
-def _section(name: str, found: dict[str, Any], most: int | None) -> str:
-    """So many of its tables, what they show, and where they are from."""
+def _section(name: str, found: dict[str, Any], *, whole: bool) -> str:
+    """Its first table or all, what they show, and where they are from."""
     values, parts = found["values"], []
-    for number, table in enumerate(values["tables"][:most]):
+    for number, table in enumerate(values["tables"] if whole else values["tables"][:1]):
         parts += [f"{table['title']}:"] if number else []
-        parts.append(markdown_table(table["header"], table["cells"]))
+        shown = table if whole else _narrower(table)
+        parts.append(markdown_table(shown["header"], shown["cells"]))
     notes = [f"Shortened: {values['shortened']}."] if values["shortened"] else []
     return "\n\n".join([*parts, *_verdict(name), *notes, *values["notes"], origin(found)])
+
+
+def _narrower(table: dict[str, Any]) -> dict[str, Any]:
+    """The table without differences, which anybody can take, and without seeds if all have one."""
+    header, cells = table["header"], table["cells"]
+    one_seed = {row[-1] for row in cells} == {"1"}  # the last column says how many
+    shown = [
+        place
+        for place, title in enumerate(header)
+        if not title.endswith(", difference") and not (title == "seeds" and one_seed)
+    ]
+    return {
+        "header": [header[place] for place in shown],
+        "cells": [[row[place] for place in shown] for row in cells],
+    }
 
 
 def _verdict(name: str) -> list[str]:
