@@ -84,12 +84,7 @@ def paper(
     command = f"deepmoe paper {' '.join(names)} --scale {scale}{own}{as_typed(overrides)}"
     if not no_train:
         workshop.train(command=command, jobs=jobs, ray=ray)
-    finished, failed = [], []
-    for name in workshop.pages:
-        try:
-            finished.append(workshop.finish(name, command=command))
-        except UserError as error:  # the others are made all the same
-            failed.append(f"{name}: {error}")
+    finished, failed = _finish(workshop, command)
     if as_json:
         say(json.dumps({done.page.name: done.values for done in finished}, indent=2))
     else:
@@ -103,6 +98,17 @@ def paper(
         failed.append(f"some runs of {', '.join(lacking)} {why}")
     if failed:
         raise UserError("; ".join(failed))
+
+
+def _finish(workshop: "Workshop", command: str) -> tuple[list["Finished"], list[str]]:
+    """The pages, and why some can't be made: the others are all the same."""
+    finished, failed = [], []
+    for name in workshop.pages:
+        try:
+            finished.append(workshop.finish(name, command=command))
+        except UserError as error:
+            failed.append(f"{name}: {error}")
+    return finished, failed
 
 
 def _print(done: "Finished") -> None:
