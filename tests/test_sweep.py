@@ -595,6 +595,24 @@ def test_a_run_trained_again_for_its_checkpoint_leaves_its_result_alone(
     assert "left as it was" in capsys.readouterr().err
 
 
+def test_what_is_trained_again_for_its_checkpoint_keeps_its_place(swept, monkeypatch) -> None:
+    """Else a sweep that is stopped has done all runs but those that need it."""
+    grid, folder = swept
+    started = []
+
+    class Recorded(InThisProcess):
+        returned = 1
+
+        def begin(self, _: Sequence[str], log: Path) -> None:
+            started.append(log.parent.name)
+
+    monkeypatch.setattr("deepmoe.sweep.local.Worker", Recorded)
+    student, dense, broken = grid.runs
+    results = write_lines(folder / "one.jsonl", lines_of(folder / "runs.jsonl")["dense-seed0"])
+    assert not sweep(Grid((dense, student, broken), 1), folder / "new", results, command="test")
+    assert started == ["dense-seed0", "broken-seed0"]
+
+
 def test_a_killed_run_is_told_from_one_that_failed(tmp_path: Path, monkeypatch, capsys) -> None:
     grid = read_grid(write(tmp_path, TINY.replace("[0, 1]", "[0]")))
 

@@ -90,7 +90,10 @@ def check_settings(grid: Grid, out: Path, results: Path) -> None:
 
 
 def _waiting(grid: Grid, out: Path, results: Path) -> list[Run]:
-    """Runs without a result, and those whose checkpoints they need but are not there any more."""
+    """Runs without a result, and those whose checkpoints they need but are not there any more.
+
+    They stay in the grid's order: of a sweep that is stopped, the first runs are to be done.
+    """
     done = read_results(results)
     _check_results(grid, done, results)
     waiting = [run for run in grid.runs if run.name not in done]
@@ -99,7 +102,7 @@ def _waiting(grid: Grid, out: Path, results: Path) -> list[Run]:
         needed = [r for r in grid.runs if r.name in run.needs and r not in waiting]
         waiting += [r for r in needed if not _is_trained(r, out)]
     _check_free(waiting, out)
-    return waiting
+    return [run for run in grid.runs if run in waiting]
 
 
 def _check_results(grid: Grid, done: Mapping[str, RunResult], path: Path) -> None:
