@@ -37,3 +37,11 @@ class TrainingInterrupted(UserError):
     """A signal, or a closed output, ended the run; it saved a checkpoint and can be resumed."""
 
     exit_code = 75  # "temporary failure" by the convention of sysexits.h
+
+    def __init__(self, stopped: str, saved: object, resume: str = "--resume") -> None:
+        super().__init__(f"{stopped}; {saved} is saved, and {resume} goes on from it")
+        self.stopped, self.saved = stopped, saved
+
+    def resumed_by(self, resume: str) -> "TrainingInterrupted":
+        """The same, of a run that another command than `train` goes on with."""
+        return TrainingInterrupted(self.stopped, self.saved, resume)

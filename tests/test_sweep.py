@@ -20,11 +20,11 @@ from test_exclusive import HOLD
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.config import apply_overrides
-from deepmoe.errors import UserError
+from deepmoe.errors import TrainingInterrupted, UserError
 from deepmoe.files import exclusive
 from deepmoe.sweep import Grid, Run, grid_name, read_grid, read_results, steps, summary, sweep
 from deepmoe.sweep.grid import with_checkpoints
-from deepmoe.sweep.local import LocalProcesses, Worker
+from deepmoe.sweep.local import LocalProcesses, ThisProcess, Worker
 from deepmoe.sweep.schedule import Job
 from deepmoe.sweep.steps import Teaching
 from deepmoe.training.checkpoint_store import CheckpointStore
@@ -694,6 +694,17 @@ def test_short_runs_stay_in_this_process(tmp_path: Path, capsys) -> None:
     assert (out / "lessons-dense.safetensors").exists()
     assert "Error: train.start: no checkpoint" in (out / "lost-seed0" / "log.txt").read_text()
     assert "lost-seed0: failed" in capsys.readouterr().err
+
+
+def test_what_is_stopped_in_this_process_says_how_to_go_on(tmp_path: Path) -> None:
+    """No sweep, comparison or paper has --resume."""
+
+    def stopped() -> None:
+        raise TrainingInterrupted("stopped by SIGTERM after batch 3", "runs/a/last.safetensors")
+
+    job = Job("a", ("train",), tmp_path / "log.txt", "cpu", stopped)
+    with pytest.raises(TrainingInterrupted, match="is saved, and the same command goes on"):
+        ThisProcess().start(job)
 
 
 def test_a_worker_runs_one_command_after_the_other_until_one_fails(tmp_path: Path) -> None:

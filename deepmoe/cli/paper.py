@@ -21,9 +21,7 @@ ALL, LIST = "all", "list"
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--scale", default="short", show_default=True, help="full, short or smoke.")
 @set_option
-@click.option(
-    "--seeds", help="Seeds, with commas; names of one seed take the first. [default: the scale's]"
-)
+@click.option("--seeds", help="Seeds of all runs, with commas. [default: the scale's]")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Runs at once.")
 @click.option("--ray", metavar="ADDRESS", help="Train on this Ray cluster instead.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder. [default: runs/paper/SCALE]")

@@ -161,10 +161,7 @@ def _train_here(grid: Grid, out: Path, quiet: bool) -> None:
         try:
             fit(resolved(run, out), out / run.name, resume=True, quiet=quiet)
         except TrainingInterrupted as error:
-            stopped = str(error).partition(";")[0]
-            raise TrainingInterrupted(
-                f"{stopped}; {out / run.name} is saved, and the same command goes on from it"
-            ) from error
+            raise error.resumed_by("the same command") from error
 
 
 def _runs_of(row: Row, asked: Asked, out: Path) -> list[Finished]:

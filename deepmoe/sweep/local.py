@@ -141,8 +141,8 @@ class ThisProcess:
         try:
             job.call()
             end = End(0)
-        except TrainingInterrupted:  # a wish to stop is for all of them
-            raise
+        except TrainingInterrupted as error:  # a wish to stop is for all of them
+            raise error.resumed_by("the same command") from error
         except UserError as error:
             with job.log.open("a", encoding="utf-8") as log:
                 log.write(f"Error: {error}\n")

@@ -274,10 +274,7 @@ class Trainer:
     def _stop(self, where: str, state: TrainState) -> NoReturn:
         """Saves, and ends the run."""
         self._save(state)
-        raise TrainingInterrupted(
-            f"{self._wish or 'stopped'} {where}; {self.store.last} is saved, "
-            "and --resume goes on from it"
-        )
+        raise TrainingInterrupted(f"{self._wish or 'stopped'} {where}", self.store.last)
 
     def _figures(self, totals: Tensor, gates: Any) -> dict[str, float]:
         figures = epoch_figures(totals)

@@ -14,10 +14,10 @@ from deepmoe.config import RunConfig
 from deepmoe.configured_models import model_from_config
 from deepmoe.costs import cost_matrix, count_costs, macs_of_counts
 from deepmoe.errors import UserError
-from deepmoe.paper import PAGES, SCALES, page_named, scale_named
+from deepmoe.paper import PAGES, SCALES, figure_shuffle, page_named, scale_named
 from deepmoe.paper.figure_expressive import log10_miss
 from deepmoe.paper.networks import NETWORKS
-from deepmoe.paper.page import ERROR, MACS, Row
+from deepmoe.paper.page import ERROR, MACS, Made, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.recipes import LITERAL
 from deepmoe.paper.table_imagenet_wide import RESNET101_MACS
@@ -101,6 +101,26 @@ def test_runs_are_shared_and_the_same_whoever_asks() -> None:
     pruned = both["cifar10-resnet56-li-50-seed0"]
     assert pruned.config.train.start == "run:cifar10-resnet56-dense-seed0"
     assert plan_of("short", "figure-rnp", seeds=(2,)).runs["cifar100-vgg16-rnp-50-seed2"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_seeds_that_are_asked_for_are_those_of_every_row(name: str) -> None:
+    rows = PAGES[name].rows(Plan(SCALES["short"], seeds=(4, 7)))
+    ends = {tuple(run.rpartition("-")[2] for run in row.runs) for row in rows}
+    assert ends - {()} == {("seed4", "seed7")}
+
+
+def test_gates_are_shuffled_in_the_networks_of_all_seeds() -> None:
+    def measured(own: float) -> dict[str, Any]:
+        line = {"own": own, "in_group": own / 2, "out_of_group": 0.0, "group": "fish"}
+        return {"classes": {"ray": line, "trout": line}, "under": [["ray", own, True]]}
+
+    rows = [{"curve": "ours", "runs": ["a", "b", "missing"]}, {"curve": "literal", "runs": ["c"]}]
+    made = Made(Plan(SCALES["short"]), Path(), {}, {"a": measured(40), "b": measured(60)}, rows)
+    (table,) = figure_shuffle.more(made)
+    assert table.cells == (("fish", "50.00 %", "25.00 %", "0.00 %", "-"),)
+    ours, literal = figure_shuffle.plot(made).axes
+    assert [bar.get_height() for bar in ours.patches] == [50] and not literal.patches
 
 
 @pytest.mark.parametrize("seeds", [None, (1,), (2, 0), (5,)])
