@@ -3,12 +3,14 @@
 import json
 import re
 import tomllib
+from dataclasses import asdict
 from typing import Any
 
 from result_files import EXPERIMENTS, origin
 
 from deepmoe.paper import PAGES, SCALES
 from deepmoe.paper.sources import SOURCES
+from deepmoe.paper.tables import shown
 from deepmoe.results import markdown_table
 
 FOLDER = "paper"  # of experiments/: NAME.json, as `deepmoe paper NAME` leaves it
@@ -57,27 +59,28 @@ def _made() -> dict[str, dict[str, Any]]:
 
 def _section(name: str, found: dict[str, Any], *, whole: bool) -> str:
     """Its first table or all, what they show, and where they are from."""
-    values, parts = found["values"], []
-    for number, table in enumerate(values["tables"] if whole else values["tables"][:1]):
+    values, page, parts = found["values"], PAGES[name], []
+    first = asdict(shown(page.title, page.columns, values["rows"]))  # in today's words
+    for number, table in enumerate([first, *values["tables"][1:]] if whole else [first]):
         parts += [f"{table['title']}:"] if number else []
-        shown = table if whole else _narrower(table)
-        parts.append(markdown_table(shown["header"], shown["cells"]))
+        seen = table if whole else _narrower(table)
+        parts.append(markdown_table(seen["header"], seen["cells"]))
     notes = [f"Shortened: {values['shortened']}."] if values["shortened"] else []
-    return "\n\n".join([*parts, *_verdict(name), *notes, *values["notes"], origin(found)])
+    return "\n\n".join([*parts, *_verdict(name), *notes, *page.notes, origin(found)])
 
 
 def _narrower(table: dict[str, Any]) -> dict[str, Any]:
     """The table without differences, which anybody can take, and without seeds if all have one."""
     header, cells = table["header"], table["cells"]
     one_seed = {row[-1] for row in cells} == {"1"}  # the last column says how many
-    shown = [
+    places = [
         place
         for place, title in enumerate(header)
         if not title.endswith(", difference") and not (title == "seeds" and one_seed)
     ]
     return {
-        "header": [header[place] for place in shown],
-        "cells": [[row[place] for place in shown] for row in cells],
+        "header": [header[place] for place in places],
+        "cells": [[row[place] for place in places] for row in cells],
     }
 
 

@@ -20,6 +20,9 @@ from deepmoe import registry
 from deepmoe.cli import main
 from deepmoe.config import RunConfig
 from deepmoe.description import gated_share
+from deepmoe.paper import PAGES
+from deepmoe.paper.page import Row
+from deepmoe.paper.tables import line_of
 from deepmoe.results import write_result
 
 ROOT = Path(__file__).parents[1]
@@ -71,13 +74,14 @@ def test_a_table_of_the_paper_is_shown_once_it_was_made(tmp_path: Path, monkeypa
     monkeypatch.setattr("paper_tables.EXPERIMENTS", tmp_path)
     part = "<!-- paper-results -->\n<!-- /paper-results -->"
     assert "Not made yet: no result of the 11" in filled(part) and "###" not in filled(part)
-    table = {"title": "", "header": ["network", "error"], "cells": [["RNP", "30.00 %"]]}
-    values = {"tables": [table], "shortened": "38 epochs", "notes": ["A picture."]}
+    line = line_of(Row({"method": "RNP"}, ("a",)), [{"error": 30.0, "macs": 1e8, "share": 32.0}])
+    values = {"tables": [{}], "shortened": "38 epochs", "rows": [line]}
     command = "deepmoe paper figure-rnp"
     path = tmp_path / "paper" / "figure-rnp.json"
     write_result(path, values, command=command, seed=0, device="cpu")
-    assert "| RNP | 30.00 % |" in filled(part) and "Shortened: 38 epochs." in filled(part)
-    assert f"`{command}`" in filled(part) and "A picture." in filled(part)
+    assert "| RNP | 30.00 % | 100.00 M | 32.00 % |" in filled(part)
+    assert "Shortened: 38 epochs." in filled(part)
+    assert f"`{command}`" in filled(part) and PAGES["figure-rnp"].notes[0] in filled(part)
     assert filled(part).count("###") == 1 and "Not made yet: `table-cifar`, " in filled(part)
 
 

@@ -23,7 +23,7 @@ ALL, LIST = "all", "list"
 @set_option
 @click.option("--seeds", help="Seeds of all runs, with commas. [default: the scale's]")
 @click.option("--jobs", default=1, show_default=True, type=click.IntRange(1), help="Runs at once.")
-@click.option("--ray", metavar="ADDRESS", help="Train on this Ray cluster instead.")
+@click.option("--ray", metavar="ADDRESS", help="Train on this Ray cluster, not here.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder. [default: runs/paper/SCALE]")
 @click.option("--dry-run", is_flag=True, help="List the runs and their epochs; train nothing.")
 @click.option("--no-train", is_flag=True, help="Train nothing; make tables of finished runs.")
@@ -44,7 +44,7 @@ def paper(
 
     Our results are put beside the paper's. NAME is a table or figure, or all. Without a name, they
     are listed with the data and time that each needs. The full scale is the paper's schedule; short
-    takes one H200 minutes for each name; smoke is a trial on made-up data.
+    takes minutes for each name on one H200 with --jobs 10; smoke is a trial on made-up data.
 
     Names share their runs, and finished runs are not repeated: run the command again to continue.
     Each name writes OUT/NAME.md, .png and .json.
@@ -192,6 +192,7 @@ def _list(as_json: bool) -> None:
         ],
     )
     say("Times are estimates for one H200 with --jobs 10; smoke: for one CPU core.")
+    say("Scales are chosen by --scale; short is the default.")
     say("Data is read from the folder data, or from --set data.root=PATH; smoke makes up its own.")
     for source in SOURCES.values():
         say(f"{source.title}: {source.layout}")

@@ -65,8 +65,10 @@ PAGE = Page(
     columns=(ERROR, MACS),
     plot=against_macs,
     notes=(
-        "Wide networks have twice the channels, of which about half run: no more MACs than the "
-        "dense network has. Narrow ones have its channels, and half of its MACs.",
+        "Wide networks have twice the channels inside each block, and twice the MACs. In ours, "
+        "about half of these channels run, so that it costs as much as the dense network; the "
+        "literal recipe closes fewer. Narrow ones have the channels of the dense network; ours "
+        "has half of its MACs.",
         MORE_TRAINING,
     ),
 )

@@ -25,11 +25,14 @@ WIDE_B = {"accuracy": 71.2, "macs": 1738e9}
 
 
 def rows(plan: Plan) -> list[Row]:
-    """Four networks of the paper, DeepMoE by both recipes."""
+    """Four networks of the paper, DeepMoE by both recipes, and what B is without gates."""
     seeds = plan.seeds(SEEDS)
     kinds = {
         ("DRN-A-50", "dense"): ([plan.dense(DATA, A, s) for s in seeds], DENSE),
-        ("wide DRN-A-50", "dense"): ([plan.dense(DATA, A, s, wide=2) for s in seeds], WIDE_DENSE),
+        ("wide DRN-A-50 A", "dense"): (
+            [plan.dense(DATA, A, s, wide=2) for s in seeds],
+            WIDE_DENSE,
+        ),
         ("wide DRN-A-50 A", "DeepMoE, ours"): (
             [plan.ours(DATA, A, A_SHARE, s, wide=2) for s in seeds],
             WIDE_A,
@@ -38,6 +41,7 @@ def rows(plan: Plan) -> list[Row]:
             [plan.literal(DATA, A, s, wide=2) for s in seeds],
             WIDE_A,
         ),
+        ("wide DRN-A-50 B", "dense"): ([plan.dense(DATA, B, s, wide=2) for s in seeds], {}),
         ("wide DRN-A-50 B", "DeepMoE, ours"): (
             [plan.ours(DATA, B, B_SHARE, s, wide=2) for s in seeds],
             WIDE_B,

@@ -56,7 +56,8 @@ PAGE = Page(
     notes=(
         "All four have about 24.2 M weights in convolutions. The paper's accuracy at equal "
         "parameters stands beside the widened network without gates, its accuracy at equal "
-        "parameters and MACs beside DeepMoE: which networks the former are of it does not say.",
+        "parameters and MACs beside DeepMoE. The paper does not say which networks the former are "
+        "of.",
         MORE_TRAINING,
     ),
 )
