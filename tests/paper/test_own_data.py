@@ -55,5 +55,5 @@ def test_camvid(tmp_path: Path) -> None:
     root = some_of(CAMVID, tmp_path / "camvid", {"train": 4, "test": 2}, shrink=8)
     (root / "classes.txt").write_text("\n".join(f"class {i}" for i in range(11)))
     rows = rows_of("table-cityscapes", root, tmp_path / "out")
-    assert len(rows) == 6 and all(0 <= row["accuracy"] <= 100 for row in rows.values())
+    assert len(rows) == 7 and all(0 <= row["accuracy"] <= 100 for row in rows.values())
     assert (tmp_path / "out" / "table-cityscapes.png").stat().st_size > 10_000
