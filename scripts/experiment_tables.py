@@ -181,8 +181,9 @@ def shuffle_small_table() -> str:
             for images in ("all", "dolphin")
             for share in ("own", "in_group", "out_of_group")
         ]
-        rows.append((f"`{name}`", f"{run['evaluation']['macs_share']:.0%}", *cells))
-    header = ["run", "MACs, of dense"]
+        shares = [f"{run['evaluation'][key]:.0%}" for key in ("embedding_accuracy", "macs_share")]
+        rows.append((f"`{name}`", *shares, *cells))
+    header = ["run", "embedding", "MACs, of dense"]
     header += [f"{images}: {gates}" for images in ("all", "dolphin") for gates in ("own", *OTHERS)]
     return f"{markdown_table(header, rows)}\n\n{origin(found)}"
 

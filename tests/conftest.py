@@ -8,7 +8,8 @@ import torch
 os.environ["DEEPMOE_PROGRESS"] = "0"  # a test that is slow today says no more than a quick one
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # the workers share the cores
+    torch.set_num_threads(1)  # the workers share the cores, and so does what they start
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(autouse=True)

@@ -98,10 +98,8 @@ def test_dense_macs_equal_pytorchs_own_count(name: str, options: dict) -> None:
 
 
 @pytest.mark.parametrize("block", ["basic", "bottleneck-a", "bottleneck-b"])
-@pytest.mark.parametrize(
-    "name", ["resnet18", "resnet34", "resnet50", "resnet101", "resnet18_cifar"]
-)
-def test_every_block_in_every_depth(name: str, block: str) -> None:
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet18_cifar"])
+def test_every_block_in_every_family(name: str, block: str) -> None:
     model = on_meta(name, block=block, classes=10)
     x = torch.empty(1, 3, 64, 64, device="meta")
     assert count_costs(model, 64).macs == counted_macs(model.network, x)

@@ -66,7 +66,6 @@ def far_apart(model: DeepMoE, images: Tensor) -> None:
 
 CASES: dict[str, tuple[tuple[str, ...], tuple[Callable, ...], str]] = {
     "static, vgg": (VGG, (one_route,), "most images run, for all images"),
-    "static behind exits": (VGG, (one_route, half_exit), "for all images, behind exits"),
     "codes": (VGG, (two_codes,), "a network for each of 2 codes"),
     "pruned, resnet": (("model.gates=none", f"model.kept={KEPT}"), (), "that pruning has left"),
     "experts": ((*VGG, "model.gates=none", "model.experts=2"), (far_apart,), "2 experts"),

@@ -755,7 +755,7 @@ def test_a_process_that_was_killed_while_it_had_nothing_to_do_is_replaced(tmp_pa
 def test_a_sweep_of_failures_ends_in_one_sentence(tmp_path: Path, monkeypatch) -> None:
     text = TINY.replace("[0, 1]", "[0]") + '"train.loss_limit" = 1e-6\n'
     command = ["sweep", str(write(tmp_path, text)), "--out", str(tmp_path / "runs")]
-    done = CliRunner().invoke(main, [*command, "--json"])
+    done = CliRunner().invoke(main, [*command, "--jobs", "1", "--json"])
     assert done.exit_code == 2 and "have no result" in done.output
     assert not (tmp_path / "runs.jsonl").exists()
 

@@ -10,7 +10,7 @@ from test_docs import ROOT, run
 
 from deepmoe.cli import main
 
-QUICK = {"resnet18": "resnet10t", "size = 64": "size = 32", "epochs = 8": "epochs = 4"}
+QUICK = {"resnet18": "resnet10t", "size = 64": "size = 32", "epochs = 8": "epochs = 2"}
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -57,30 +57,42 @@ def _vgg16_bn() -> nn.Module:
     return network
 
 
+def _torchvision_resnet() -> nn.Module:
+    resnet = torchvision_models().resnet
+    return resnet.ResNet(resnet.Bottleneck, list(FEW_BLOCKS), num_classes=CLASSES)
+
+
+def _torchvision_densenet() -> nn.Module:
+    return torchvision_models().DenseNet(16, FEW_BLOCKS, 32, num_classes=CLASSES)
+
+
+# Of every kind of block and stage; more of the same would only take longer.
+FEW_BLOCKS = (1, 2, 1, 1)
 # ConvNeXt starts with blocks that add a millionth of what they compute: no mistake would show.
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "hf-resnet50": _hugging_face("ResNet"),
-    "hf-regnet-y": _hugging_face("RegNet", layer_type="y"),
+    "hf-resnet": _hugging_face("ResNet", depths=list(FEW_BLOCKS)),
+    "hf-regnet-y": _hugging_face("RegNet", layer_type="y", depths=list(FEW_BLOCKS)),
     "hf-mobilenet-v2": _hugging_face("MobileNetV2"),
-    "hf-efficientnet-b0": _hugging_face(
+    "hf-efficientnet": _hugging_face(
         "EfficientNet",
         width_coefficient=1.0,
         depth_coefficient=1.0,
+        num_block_repeats=[1, 2, 1, 1, 1, 1, 1],
         dropout_rate=0.2,
         image_size=224,
         hidden_dim=1280,
     ),
-    "hf-convnext-tiny": _hugging_face("ConvNext", layer_scale_init_value=0.5),
-    "timm-resnet50": _timm("resnet50"),
-    "timm-seresnet50": _timm("seresnet50"),
-    "timm-regnety_008": _timm("regnety_008"),
-    "timm-mobilenetv3_large_100": _timm("mobilenetv3_large_100"),
-    "timm-convnext_tiny": _timm("convnext_tiny", ls_init_value=0.5),
+    "hf-convnext": _hugging_face("ConvNext", layer_scale_init_value=0.5, depths=list(FEW_BLOCKS)),
+    "timm-resnet50": _timm("resnet50", layers=FEW_BLOCKS),
+    "timm-seresnet50": _timm("seresnet50", layers=FEW_BLOCKS),
+    "timm-regnety_002": _timm("regnety_002"),
+    "timm-mobilenetv3_small_100": _timm("mobilenetv3_small_100"),
+    "timm-convnext_tiny": _timm("convnext_tiny", ls_init_value=0.5, depths=FEW_BLOCKS),
     "timm-efficientnet_b0": _timm("efficientnet_b0"),
     "timm-dla34": _timm("dla34"),
-    "torchvision-resnet50": _torchvision("resnet50"),
+    "torchvision-resnet": _torchvision_resnet,
     "torchvision-vgg16_bn": _vgg16_bn,
-    "torchvision-densenet121": _torchvision("densenet121"),
+    "torchvision-densenet": _torchvision_densenet,
     "torchvision-googlenet": _torchvision("googlenet", aux_logits=False, init_weights=False),
     "torchvision-mobilenet_v2": _torchvision("mobilenet_v2"),
 }

@@ -9,7 +9,7 @@ import itertools
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -266,7 +266,7 @@ def choose(graph: Graph, where: str | Sequence[str | int]) -> Gating:
         if not where:
             raise UserError("where is a list without any layer: no gates would be left")
         named = {_named(graph, name).number for name in where}
-        return Gating(graph, tuple(sorted(named)))
+        return _gating(graph, tuple(sorted(named)))
     chosen = open_groups(graph, where)
     if not chosen:
         reasons = {f"what {g.name} makes {why_not(graph, g, where)}" for g in graph.groups}
@@ -274,9 +274,16 @@ def choose(graph: Graph, where: str | Sequence[str | int]) -> Gating:
             "nothing in this network can be gated (deepmoe describe tells why): "
             + "; ".join(sorted(reasons)[:3])
         )
-    return Gating(graph, tuple(chosen))
+    return _gating(graph, tuple(chosen))
 
 
+@lru_cache(maxsize=64)
+def _gating(graph: Graph, gated: tuple[int, ...]) -> Gating:
+    """Made once for networks that share their graph, as those of the zoo do: its code takes long."""
+    return Gating(graph, gated)
+
+
+@lru_cache(maxsize=64)
 def prunable(graph: Graph) -> Gating:
     """Gates at all groups from which channels can be removed for good.
 
@@ -289,7 +296,7 @@ def prunable(graph: Graph) -> Gating:
         raise NothingToGate(
             "no channel of this network can be removed (deepmoe describe tells why)"
         )
-    return Gating(graph, tuple(chosen))
+    return _gating(graph, tuple(chosen))
 
 
 def with_kept(

@@ -55,6 +55,7 @@ class Plan:
         self._made_up = made_up
         self._seeds = None if seeds is None else tuple(seeds)
         self._infos: dict[str, DataInfo] = {}
+        self._in_reach: set[str] = set()  # runs whose costs have been looked at
 
     @cached_property
     def root(self) -> str:
@@ -176,7 +177,9 @@ class Plan:
             given = {"train.prune": None, "train.prune_widths": widths}
             last = Step(last.name, changed(last.config, given))
         for step in (*before, last):
-            check_reach(cell, step)
+            if step.name not in self._in_reach:  # of any seed
+                check_reach(cell, step)
+                self._in_reach.add(step.name)
             name = self._add(step.name, step.config)
         return name
 

@@ -11,15 +11,14 @@ import export_latency
 from deepmoe.costs import count_costs, dense_macs
 
 
-def test_every_network_share_and_format_has_a_row(monkeypatch) -> None:
+def test_every_format_has_a_row(monkeypatch) -> None:
     monkeypatch.setitem(export_latency.NETWORKS, "resnet20", (16, 10))
     monkeypatch.setattr("deepmoe.export.exporting.LEAST_TIMED", 1)
     monkeypatch.setattr("deepmoe.export.exporting.CHECKED_IMAGES", 1)
-    rows = export_latency.measured(["resnet20"], [1.0, 0.5])
-    assert [row["format"] for row in rows] == ["onnx", "torch-export"] * 2
-    dense, half = rows[0], rows[2]
-    assert dense["macs_share"] == 1 and 0.45 < half["macs_share"] <= 0.5
-    assert half["parameters"] < dense["parameters"] == half["dense_parameters"]
+    rows = export_latency.measured(["resnet20"], [0.5])
+    assert [row["format"] for row in rows] == ["onnx", "torch-export"]
+    assert all(0.45 < row["macs_share"] <= 0.5 for row in rows)
+    assert all(row["parameters"] < row["dense_parameters"] for row in rows)
     assert all(row["ms"] > 0 and row["max_error"] < 1e-3 for row in rows)
 
 

@@ -123,7 +123,7 @@ def test_gates_are_shuffled_in_the_networks_of_all_seeds() -> None:
     assert [bar.get_height() for bar in ours.patches] == [50] and not literal.patches
 
 
-@pytest.mark.parametrize("seeds", [None, (1,), (2, 0), (5,)])
+@pytest.mark.parametrize("seeds", [None, (2, 0), (5,)])
 @pytest.mark.parametrize("scale", ["smoke", "short"])
 def test_runs_learn_from_the_same_teachers_whatever_else_is_asked_for(
     scale: str, seeds: tuple[int, ...] | None

@@ -354,7 +354,7 @@ def test_the_frozen_stage_trains_the_base_network_alone(form: str, tmp_path) -> 
 
 
 def test_training_learns_and_sparsity_closes_gates(tmp_path) -> None:
-    options = ["train.epochs=6", "train.finetune_epochs=0", "train.batch_size=32"]
+    options = ["train.epochs=4", "train.finetune_epochs=0", "train.batch_size=32"]
     free = run(tiny_config(*options, "loss.sparsity=0"), tmp_path / "free").evaluation
     sparse = run(tiny_config(*options, "loss.sparsity=0.1"), tmp_path / "sparse").evaluation
     assert free.accuracy > 0.8
