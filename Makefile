@@ -2,13 +2,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test lint format docs site clean
+.PHONY: quickstart test test-all lint format docs site clean
 
 quickstart: $(VENV)/.installed  ## Train a small DeepMoE and its dense twin, and compare them
 	$(BIN)/deepmoe quickstart --overwrite
 
 test: $(VENV)/.installed-dev  ## Run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-all: $(VENV)/.installed-dev  ## Run the tests, and those that take long
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow or not slow"
 
 lint: $(VENV)/.installed-dev  ## Check style, types and the direction of imports
 	$(BIN)/ruff format --check .

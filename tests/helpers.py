@@ -1,7 +1,9 @@
 """What several tests need: random gates, a count by PyTorch itself, small runs."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +25,11 @@ TINY_RUN = (
 def tiny_config(*overrides: str) -> RunConfig:
     """A run of seconds that uses every part of training."""
     return load_config("quickstart", [*TINY_RUN, *overrides])
+
+
+def slow(*values: object, **options: str) -> Any:
+    """A case that `make test-all` alone runs: others say nearly the same."""
+    return pytest.param(*values, marks=pytest.mark.slow, **options)
 
 
 def random_gates(widths: Sequence[int], images: int, density: float = 0.5) -> list[Tensor]:

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import slow, tiny_config
 
 from deepmoe.budget import MacsBudget
 from deepmoe.config import load_config
@@ -27,10 +27,10 @@ SMALL = (
     ("target", "init", "form"),
     [
         (0.3, "ones", "classes"),
-        (0.7, "normal(1, 0.5)", "classes"),
+        slow(0.7, "normal(1, 0.5)", "classes"),
         (0.5, "uniform(-2, 0.2)", "classes"),  # starts with nearly everything closed
-        (0.5, "normal(1, 0.3)", "latent"),
-        (0.5, "split(0.6)", "classes"),
+        slow(0.5, "normal(1, 0.3)", "latent"),
+        slow(0.5, "split(0.6)", "classes"),
     ],
 )
 def test_a_run_ends_within_two_percent_of_its_target(target, init, form, tmp_path) -> None:

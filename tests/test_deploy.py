@@ -112,6 +112,7 @@ def test_a_coded_network_runs_the_network_of_the_images_code() -> None:
         assert error(network(x), model(x).logits) <= 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_coded_network_survives_export_and_a_file() -> None:
     model, images = model_with_codes(2)
@@ -123,6 +124,7 @@ def test_a_coded_network_survives_export_and_a_file() -> None:
         assert error(loaded(x), model(x).logits) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codes", [None, 1, 2])
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")

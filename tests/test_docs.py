@@ -200,6 +200,7 @@ def test_gate_your_own_network_runs_as_it_is_written() -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["mine", "runs"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore:.* stays ungated")
 def test_gate_your_own_network_is_right_about_networks_of_others() -> None:
@@ -218,6 +219,7 @@ def test_gate_your_own_network_is_right_about_networks_of_others() -> None:
     assert told in (ROOT / page).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_deployment_runs_as_it_is_written(capsys) -> None:
     pytest.importorskip("onnxscript")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from helpers import randomise_statistics, tiny_config
+from helpers import randomise_statistics, slow, tiny_config
 from pair_files import open_pairs, write_pairs
 from torch import Tensor, nn
 
@@ -77,7 +77,9 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[Callable, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [slow(c) if c in ("codes", "pruned, resnet") else c for c in CASES]
+)
 @torch.no_grad()
 def test_onnx_runtime_gives_what_the_model_gives(case: str, tmp_path: Path) -> None:
     import onnxruntime

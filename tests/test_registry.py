@@ -55,6 +55,7 @@ def test_named_layers_alone_are_gated() -> None:
     assert gating.widths == (16, 32)
 
 
+@pytest.mark.slow
 def test_every_model_runs_gated_and_dense() -> None:
     for name in list_models():
         with torch.device("meta"):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from forked import Forked
+from helpers import slow
 from safetensors.torch import load_file
 from test_exclusive import HOLD
 
@@ -648,7 +649,7 @@ def test_a_run_that_ends_as_it_is_asked_to_stop_is_not_waited_for(
     assert not hangs
 
 
-@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("asked", [signal.SIGINT, slow(signal.SIGHUP)])
 def test_an_interrupted_sweep_lets_its_runs_save(asked: signal.Signals, tmp_path: Path) -> None:
     text = TINY.replace("[0, 1]", "[0]").replace('"train.epochs" = 1', '"train.epochs" = 500')
     path = write(tmp_path, text)

@@ -92,6 +92,7 @@ def is_alive(pid: int) -> bool:
     return re.search(r"^State:\s+[ZX]", status(pid), re.MULTILINE) is None
 
 
+@pytest.mark.slow
 def test_a_lost_machine_s_run_goes_on_elsewhere_and_ends_in_the_same_bits(
     cluster: Cluster, tmp_path: Path
 ) -> None:

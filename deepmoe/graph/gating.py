@@ -279,7 +279,7 @@ def choose(graph: Graph, where: str | Sequence[str | int]) -> Gating:
 
 @lru_cache(maxsize=64)
 def _gating(graph: Graph, gated: tuple[int, ...]) -> Gating:
-    """Made once for networks that share their graph, as those of the zoo do: its code takes long."""
+    """Made once for networks that share their graph, as those of the zoo do: it takes long."""
     return Gating(graph, gated)
 
 

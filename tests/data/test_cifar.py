@@ -187,6 +187,7 @@ def test_holdout_takes_training_images_evenly_and_leaves_the_test_set_alone(tmp_
         open_data(DataConfig(name="cifar10", root=str(tmp_path), size=16), batch_size=10)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (SHARED / "unpack_cifar.py").is_file(), reason="the real CIFAR-100 is absent"
 )

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import randomise_statistics
+from helpers import randomise_statistics, slow
 from third_party import CLASSES, NETWORKS
 from torch import Tensor, nn
 
@@ -38,7 +38,15 @@ class ThreeConvolutions(nn.Module):
         return self.classifier(F.relu(self.three(x)).mean(dim=(2, 3)))
 
 
-@pytest.fixture(scope="module", params=["three-convolutions", *NETWORKS])
+# One of each kind of block and package.
+QUICK = ("hf-resnet", "timm-efficientnet_b0", "timm-convnext_tiny", "timm-dla34")
+QUICK += ("torchvision-densenet", "torchvision-vgg16_bn")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["three-convolutions", *(name if name in QUICK else slow(name) for name in NETWORKS)],
+)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

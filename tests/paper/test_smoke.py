@@ -47,6 +47,7 @@ def test_all_names_at_the_smoke_scale(tmp_path: Path, monkeypatch: pytest.Monkey
     check_refusals(out, smoke)
 
 
+@pytest.mark.slow
 def test_pages_are_made_as_soon_as_their_runs_have_ended(tmp_path: Path) -> None:
     """So what is stopped leaves those; --no-train makes pages of what is there."""
     smoke = ("figure-shuffle", "table-memory", "--scale", "smoke", "--out", tmp_path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import call_forked
-from helpers import TINY_RUN, tiny_config
+from helpers import TINY_RUN, slow, tiny_config
 from killed_run import train_and
 from safetensors.torch import load_file
 
@@ -95,11 +95,11 @@ def names_of_epochs(folder: Path) -> dict[str, tuple[int, float | None]]:
     [
         ("kill-batch", (0, 2)),
         ("kill-write", (3,)),
-        ("kill-batch", (1, 0)),
+        slow(("kill-batch", (1, 0))),
         ("kill-batch", (2, 1)),
-        ("kill-write", (6,)),
+        slow(("kill-write", (6,))),
         ("kill-metrics", (1,)),
-        ("kill-keep", (1,)),
+        slow(("kill-keep", (1,))),
         ("kill-keep", (4,)),
     ],
     ids=str,
@@ -165,7 +165,7 @@ def test_metrics_name_no_epoch_that_no_checkpoint_has(whole_run, tmp_path) -> No
     assert [m["epoch"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("closed", ["pipe", "full disk"])
+@pytest.mark.parametrize("closed", ["pipe", slow("full disk")])
 def test_a_closed_output_ends_a_run_with_its_checkpoint_saved(closed, whole_run, tmp_path) -> None:
     settings = [arg for item in TINY_RUN for arg in ("--set", item)]
     command = [sys.executable, "-m", "deepmoe", "train", "quickstart", *settings]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from forked import Forked
-from helpers import TINY_RUN, tiny_config
+from helpers import TINY_RUN, slow, tiny_config
 from PIL import Image
 
 from deepmoe.checkpoint import load_checkpoint
@@ -81,7 +81,7 @@ def test_classification_skips_and_counts_unreadable_files(classes, tmp_path) -> 
         fit(tiny_config(*overrides), tmp_path / "strict", quiet=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT), slow(signal.SIGHUP)])
 def test_a_signal_to_the_whole_group_saves_and_resumes(
     number, classes, uninterrupted, tmp_path
 ) -> None:
