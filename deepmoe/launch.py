@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -94,6 +95,9 @@ def run_here(
     Returns:
         Its exit code, and where its figures were measured if it went well.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Ray cancels a task as a Ctrl-C would, to which what a script starts by & is deaf.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     deadline = time.monotonic() + LOCK_SECONDS
     while own is not None and user_of(Path(own)) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)

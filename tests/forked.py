@@ -101,6 +101,7 @@ def _call(threads: int, function: Callable[..., None], arguments: tuple[Any, ...
     torch.set_num_threads(threads)
     multiprocessing.set_start_method("fork", force=True)  # as in a process that nothing has forked
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also under nohup
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also in a script's background
     function(*arguments)
 
 

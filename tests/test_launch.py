@@ -42,6 +42,25 @@ def test_a_command_dies_with_the_worker_that_runs_it(tmp_path: Path) -> None:
     assert "saved" not in (tmp_path / "log.txt").read_text()  # killed, not asked to stop
 
 
+def test_a_worker_in_a_script_s_background_hears_that_its_run_is_to_stop(tmp_path: Path) -> None:
+    """There a shell lets processes ignore SIGINT, by which Ray cancels what they do."""
+    config = tiny_config("train.epochs=5000", "train.device=cpu")
+    (tmp_path / "sweep.toml").write_text(config_to_toml(config))
+    deaf = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN){WORKER}"
+    with subprocess.Popen(
+        [sys.executable, "-c", deaf, str(tmp_path)], stderr=subprocess.DEVNULL
+    ) as worker:
+        try:
+            while not (tmp_path / "last.safetensors").exists():
+                assert worker.poll() is None
+                time.sleep(0.05)
+            worker.send_signal(signal.SIGINT)
+            assert worker.wait(timeout=60)
+        finally:
+            worker.kill()
+    assert "is saved" in (tmp_path / "log.txt").read_text() and user_of(tmp_path) is None
+
+
 def test_a_command_waits_for_the_lock_of_one_that_is_lost(tmp_path: Path, monkeypatch) -> None:
     own = tmp_path / "run"
     at_start = []
