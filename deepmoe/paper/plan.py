@@ -51,6 +51,7 @@ class Plan:
     ) -> None:
         self.scale = scale
         self.runs: dict[str, Run] = {}
+        self.data_of: dict[str, str] = {}  # the data that each run is trained on, by its key
         self._overrides = tuple(overrides)
         self._made_up = made_up
         self._seeds = None if seeds is None else tuple(seeds)
@@ -109,7 +110,7 @@ class Plan:
     def dense(self, data: str, network: str, seed: int, *, wide: float = 1.0) -> str:
         """The network without gates."""
         config = self._dense_config(data, network, wide, seed)
-        return self._add(_group(data, network, wide, "dense"), config)
+        return self._add(data, _group(data, network, wide, "dense"), config)
 
     def literal(
         self,
@@ -133,12 +134,12 @@ class Plan:
             settings |= {"loss.l1": "mean", "loss.sparsity": mean_sparsity}
             kind = f"literal-{mean_sparsity:g}"
         config = changed(self._base(data, network, wide, seed), settings)
-        return self._add(_group(data, network, wide, kind), config)
+        return self._add(data, _group(data, network, wide, kind), config)
 
     def ours(self, data: str, network: str, share: float, seed: int, *, wide: float = 1.0) -> str:
         """Our own recipe: a share of the channels of each layer, warm start, distillation."""
         config = self._ours_config(data, network, share, seed, wide)
-        return self._add(_group(data, network, wide, f"ours-{100 * share:g}"), config)
+        return self._add(data, _group(data, network, wide, f"ours-{100 * share:g}"), config)
 
     def codes(self, data: str, network: str, share: float, seed: int) -> str:
         """Ours, trained on with the routes of a codebook in place of its own."""
@@ -150,7 +151,7 @@ class Plan:
             "train.epochs": 0,
             "train.schedule": "one-cycle",
         }
-        return self._add(_group(data, network, 1.0, "codes"), changed(config, settings))
+        return self._add(data, _group(data, network, 1.0, "codes"), changed(config, settings))
 
     def method(
         self,
@@ -180,7 +181,7 @@ class Plan:
             if step.name not in self._in_reach:  # of any seed
                 check_reach(cell, step)
                 self._in_reach.add(step.name)
-            name = self._add(step.name, step.config)
+            name = self._add(data, step.name, step.config)
         return name
 
     def _ours_config(
@@ -241,9 +242,10 @@ class Plan:
         place = source.place(self.root)
         return changed(given, {"data.root": place, "train.seed": seed})
 
-    def _add(self, group: str, config: RunConfig) -> str:
+    def _add(self, data: str, group: str, config: RunConfig) -> str:
         run = Run(group, config)
         assert self.runs.setdefault(run.name, run) == run, run.name
+        self.data_of[run.name] = data
         return run_name(group, config.train.seed)
 
 

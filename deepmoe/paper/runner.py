@@ -137,15 +137,13 @@ class Workshop:
 
     def _check_data(self) -> None:
         """Refuses a folder whose runs know other images than those that are there now."""
-        for page, rows in self.pages.values():
-            for run in {run for row in rows for run in row.runs}:
-                path = last_checkpoint(self.runs, run)
-                (data,) = [key for key in page.data if run.startswith(f"{key}-")]
-                if path.exists() and read_info(path) != self.plan.open(data):
-                    raise UserError(
-                        f"{path.parent} was trained on other images than those in "
-                        f"{self.plan.root}: give another --out"
-                    )
+        for run, data in self.plan.data_of.items():
+            path = last_checkpoint(self.runs, run)
+            if path.exists() and read_info(path) != self.plan.open(data):
+                raise UserError(
+                    f"{path.parent} was trained on other images than those in "
+                    f"{self.plan.root}: give another --out"
+                )
 
     def _check_finished(self, runs: Set[str]) -> None:
         """Refuses a folder that no page can be made of."""
