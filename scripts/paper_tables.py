@@ -1,20 +1,29 @@
-"""The tables of docs/paper.md: the names, and ours beside the paper's where they were made."""
+"""Tables and plots of docs/paper.md: the names, and ours beside the paper's where made."""
 
 import json
 import re
 import tomllib
-from dataclasses import asdict
 from typing import Any
 
+from matplotlib.figure import Figure
 from result_files import EXPERIMENTS, origin
 
 from deepmoe.paper import PAGES, SCALES
+from deepmoe.paper.page import MORE_TRAINING, Made, Shown
+from deepmoe.paper.plan import Plan
+from deepmoe.paper.scales import FULL
 from deepmoe.paper.sources import SOURCES
 from deepmoe.paper.tables import shown
 from deepmoe.results import markdown_table
+from deepmoe.sweep import RESULTS_NAME, read_results
 
 FOLDER = "paper"  # of experiments/: NAME.json, as `deepmoe paper NAME` leaves it
 VERDICTS = "verdicts.toml"  # there: what we make of it, by name
+# A folder of pairs of files has no names for its classes.
+CAMVID = (
+    *("sky", "building", "pole", "road", "sidewalk", "tree", "sign", "fence", "car"),
+    *("pedestrian", "bicyclist"),
+)
 
 
 def names_table() -> str:
@@ -57,31 +66,47 @@ def _made() -> dict[str, dict[str, Any]]:
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in there.items()}
 
 
+def figure(name: str) -> tuple[Figure, str]:
+    """The plot of a name, and its table in words."""
+    (found,) = [found for made, found in _made().items() if made == name]
+    values = found["values"]
+    plan = Plan(SCALES[values["scale"]])
+    made = Made(plan, EXPERIMENTS, {}, values["measured"], tuple(values["rows"]))
+    return PAGES[name].plot(made), "; ".join(", ".join(row) for row in _first(name, values).cells)
+
+
 def _section(name: str, found: dict[str, Any], *, whole: bool) -> str:
     """Its first table or all, what they show, and where they are from."""
-    values, page, parts = found["values"], PAGES[name], []
-    first = asdict(shown(page.title, page.columns, values["rows"]))  # in today's words
-    for number, table in enumerate([first, *values["tables"][1:]] if whole else [first]):
-        parts += [f"{table['title']}:"] if number else []
-        seen = table if whole else _narrower(table)
-        parts.append(markdown_table(seen["header"], seen["cells"]))
+    values, page, first = found["values"], PAGES[name], _first(name, found["values"])
+    one_seed = {row[-1] for row in first.cells} == {"1"}  # the last column says how many
+    end = -1 if one_seed and not whole else None
+    parts = [markdown_table(first.header[:end], [row[:end] for row in first.cells])]
+    for table in values["tables"][1:] if whole else ():
+        cells = [[_named(cell) for cell in row] for row in table["cells"]]
+        parts += [f"{table['title']}:", markdown_table(table["header"], cells)]
     notes = [f"Shortened: {values['shortened']}."] if values["shortened"] else []
-    return "\n\n".join([*parts, *_verdict(name), *notes, *page.notes, origin(found)])
+    notes += [note for note in page.notes if note != MORE_TRAINING]  # the page says it once
+    return "\n\n".join([*parts, *_verdict(name), *notes, _origin(found)])
 
 
-def _narrower(table: dict[str, Any]) -> dict[str, Any]:
-    """The table without differences, which anybody can take, and without seeds if all have one."""
-    header, cells = table["header"], table["cells"]
-    one_seed = {row[-1] for row in cells} == {"1"}  # the last column says how many
-    places = [
-        place
-        for place, title in enumerate(header)
-        if not title.endswith(", difference") and not (title == "seeds" and one_seed)
-    ]
-    return {
-        "header": [header[place] for place in places],
-        "cells": [[row[place] for place in places] for row in cells],
-    }
+def _first(name: str, values: dict[str, Any]) -> Shown:
+    """The first table in today's words."""
+    page = PAGES[name]
+    return shown(page.title, page.columns, values["rows"], compared=values["scale"] == FULL)
+
+
+def _named(cell: str) -> str:
+    """A class of CamVid by its name."""
+    number = cell.removeprefix("class ")
+    return CAMVID[int(number)] if number != cell else cell
+
+
+def _origin(found: dict[str, Any]) -> str:
+    """Where its runs are from, which may be several sessions'."""
+    kept = read_results(EXPERIMENTS / FOLDER / found["values"]["scale"] / RESULTS_NAME)
+    names = {name for row in found["values"]["rows"] for name in row["runs"]}
+    lines = [{**kept[name].line, "command": found["command"]} for name in names & kept.keys()]
+    return origin(*(lines or [found]))
 
 
 def _verdict(name: str) -> list[str]:

@@ -66,6 +66,8 @@ from experiment_tables import (
     shuffle_small_table,
     sweep_table,
 )
+from matplotlib.figure import Figure
+from paper_tables import figure as paper_figure
 from paper_tables import more_results, names_table
 from paper_tables import results as paper_results
 from readme_tables import headline_table, latency_sentence, networks_table
@@ -175,14 +177,14 @@ DOCUMENTS = [
     BENCHMARKS / "README.md",
     *sorted(EXPERIMENTS.glob("**/README.md")),
 ]
-PLOTS = {
-    ROOT / "docs" / "compare-vgg16.svg": full_size_curves,
-    ROOT / "docs" / "costs.svg": cost_curves,
-    ROOT / "docs" / "exits.svg": front_curves,
-    ROOT / "docs" / "exits-cifar10.svg": partial(whole_curves, "CIFAR-10", "vgg16"),
-    ROOT / "docs" / "exits-cifar100.svg": partial(whole_curves, "CIFAR-100", "vgg16"),
-    ROOT / "docs" / "exits-resnet56.svg": partial(whole_curves, "CIFAR-100", "resnet56"),
-    ROOT / "docs" / "headline.svg": headline_curves,
+CURVES = {
+    "compare-vgg16": full_size_curves,
+    "costs": cost_curves,
+    "exits": front_curves,
+    "exits-cifar10": partial(whole_curves, "CIFAR-10", "vgg16"),
+    "exits-cifar100": partial(whole_curves, "CIFAR-100", "vgg16"),
+    "exits-resnet56": partial(whole_curves, "CIFAR-100", "resnet56"),
+    "headline": headline_curves,
 }
 FEW_PERCENT = 0.07  # curves that begin below it are drawn on a logarithmic scale
 
@@ -197,26 +199,40 @@ def filled(text: str) -> str:
     )
 
 
-def as_svg(curves_of: Callable[[], dict[str, list[dict[str, Any]]]]) -> str:
-    """A plot of accuracy against cost, its points written out in the description."""
+def cost_figure(curves_of: Callable[[], dict[str, list[dict[str, Any]]]]) -> tuple[Figure, str]:
+    """A plot of accuracy against cost, and its points in words."""
     curves = curves_of()
     points = {
         name: ", ".join(f"{p['accuracy']:.2%} at {p['macs_share']:.1%}" for p in curve)
         for name, curve in curves.items()
     }
-    description = "; ".join(f"{name}: {listed}" for name, listed in points.items())
+    least = min(point["macs_share"] for curve in curves.values() for point in curve)
+    words = "; ".join(f"{name}: {listed}" for name, listed in points.items())
+    return cost_curve_plot(curves, log=least < FEW_PERCENT), words
+
+
+PLOTS = {
+    **{ROOT / "docs" / f"{name}.svg": partial(cost_figure, of) for name, of in CURVES.items()},
+    **{
+        ROOT / "docs" / f"paper-{name}.svg": partial(paper_figure, name)
+        for name in ("figure-prune-cifar", "figure-rnp", "figure-shuffle", "figure-width")
+    },
+}
+
+
+def as_svg(make: Callable[[], tuple[Figure, str]]) -> str:
+    """A plot, with its points written out in the description."""
     # The same file from the same points, and text that can be searched.
     with matplotlib.rc_context({"svg.hashsalt": "deepmoe", "svg.fonttype": "none"}):
+        figure, words = make()
         buffer = io.StringIO()
-        metadata = {"Date": None, "Creator": None, "Description": description}
-        least = min(point["macs_share"] for curve in curves.values() for point in curve)
-        plot = cost_curve_plot(curves, log=least < FEW_PERCENT)
-        plot.savefig(buffer, format="svg", metadata=metadata)
+        metadata = {"Date": None, "Creator": None, "Description": words}
+        figure.savefig(buffer, format="svg", metadata=metadata)
     return buffer.getvalue()
 
 
 if __name__ == "__main__":
     for document in [Path(name) for name in sys.argv[1:]] or DOCUMENTS:
         document.write_text(filled(document.read_text(encoding="utf-8")), encoding="utf-8")
-    for path, curves_of in PLOTS.items():
-        path.write_text(as_svg(curves_of), encoding="utf-8")
+    for path, make in PLOTS.items():
+        path.write_text(as_svg(make), encoding="utf-8")

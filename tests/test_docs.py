@@ -75,7 +75,7 @@ def test_a_table_of_the_paper_is_shown_once_it_was_made(tmp_path: Path, monkeypa
     part = "<!-- paper-results -->\n<!-- /paper-results -->"
     assert "Not made yet: no result of the 11" in filled(part) and "###" not in filled(part)
     line = line_of(Row({"method": "RNP"}, ("a",)), [{"error": 30.0, "macs": 1e8, "share": 32.0}])
-    values = {"tables": [{}], "shortened": "38 epochs", "rows": [line]}
+    values = {"scale": "short", "tables": [{}], "shortened": "38 epochs", "rows": [line]}
     command = "deepmoe paper figure-rnp"
     path = tmp_path / "paper" / "figure-rnp.json"
     write_result(path, values, command=command, seed=0, device="cpu")

@@ -1,5 +1,7 @@
 """Error against MACs of vgg16 and resnet56 on CIFAR-10: pruning methods and narrow DeepMoE."""
 
+from functools import partial
+
 from deepmoe.paper.page import ERROR, MACS, MORE_TRAINING, Column, Page, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.plots import against_macs
@@ -41,7 +43,8 @@ def _rows(plan: Plan, network: str) -> list[Row]:
     found = [Row(named("dense"), dense, LI_DENSE[network])]
     for setting, paper in LI[network].items():
         runs = tuple(plan.method(DATA, network, "li", 1.0, s, setting=setting) for s in seeds)
-        found.append(Row(named("Li, L1 filter norms", f"Li's {setting}"), runs, paper))
+        curve = f"{network}, Li, published settings"
+        found.append(Row(named("Li, L1 filter norms", f"Li's {setting}"), runs, paper, curve))
     for method, title in METHODS.items():
         for share in costs:
             runs = tuple(plan.method(DATA, network, method, share, s) for s in seeds)
@@ -67,7 +70,7 @@ PAGE = Page(
     ),
     rows=rows,
     columns=(ERROR, MACS, Column("share", "of dense MACs")),
-    plot=against_macs,
+    plot=partial(against_macs, panel="network"),
     notes=(
         "DeepMoE's paper has this as a picture without figures: those in the columns of the paper "
         "are Li's and He's own, and the best test epoch in Li's case.",

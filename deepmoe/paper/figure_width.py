@@ -9,26 +9,27 @@ SEEDS = 3
 LAMBDA = 2.0  # of the paper, for this figure
 # Factor, and the share of the channels that costs what the network costs unwidened.
 WIDTHS = {2: 0.49, 4: 0.245, 8: 0.12}
+DENSE = "dense"
 
 
 def rows(plan: Plan) -> list[Row]:
-    """The plain widened network, and DeepMoE by both recipes, of each width."""
+    """The plain widened network, and DeepMoE by both recipes, of each width; the normal width."""
     seeds, widths = plan.seeds(SEEDS), dict(list(WIDTHS.items())[: 1 if plan.scale.thin else None])
     kinds = {
-        "dense": lambda wide, seed: plan.dense(DATA, NETWORK, seed, wide=wide),
+        DENSE: lambda wide, seed: plan.dense(DATA, NETWORK, seed, wide=wide),
         "DeepMoE, ours": lambda wide, seed: plan.ours(DATA, NETWORK, widths[wide], seed, wide=wide),
         "DeepMoE, literal": lambda wide, seed: plan.literal(
             DATA, NETWORK, seed, wide=wide, mean_sparsity=LAMBDA
         ),
     }
+    wanted = [(1, DENSE), *((wide, kind) for wide in widths for kind in kinds)]
     return [
         Row(
             {"widened by": str(wide), "method": kind},
-            tuple(make(wide, s) for s in seeds),
+            tuple(kinds[kind](wide, s) for s in seeds),
             curve=kind,
         )
-        for wide in widths
-        for kind, make in kinds.items()
+        for wide, kind in wanted
     ]
 
 

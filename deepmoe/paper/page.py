@@ -52,7 +52,7 @@ class Column:
         key: in rows and in the paper's figures.
         title: for people.
         unit: `%`, `points`, `MACs`, `count` or `bytes`.
-        compared: whether the difference from the paper's figure is shown.
+        compared: whether the difference from the paper's figure is shown, at the full scale.
     """
 
     key: str
@@ -134,9 +134,8 @@ class Page:
 
 # Of every page that has ours beside dense networks: what else differs than the gates.
 MORE_TRAINING = (
-    "Ours has trained twice as long as the dense rows, its start included, and learns from dense "
-    "networks. With as much training, a dense vgg16 is as accurate as the gated one "
-    "(docs/recipe.md)."
+    "Ours has twice the epochs of the dense rows, its start's included, and teachers. So its "
+    "difference from them is not what gates are worth: docs/recipe.md has that."
 )
 ERROR = Column("error", "error", compared=True)
 MACS = Column("macs", "MACs", "MACs")

@@ -3,22 +3,58 @@
 from collections.abc import Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from deepmoe.analysis.plots import MARKERS, new_figure
 from deepmoe.paper.page import Line, Made
 
 
-def against_macs(made: Made, key: str = "error", title: str = "error, %") -> Figure:
-    """A figure of each row against its MACs; rows of one curve are joined."""
-    figure, axes = new_figure(9, 5)
-    curves = list(dict.fromkeys(line["curve"] or line["row"] for line in made.lines))
-    for number, name in enumerate(curves):
-        points = [line for line in made.lines if (line["curve"] or line["row"]) == name]
-        marker = MARKERS[number % len(MARKERS)]
-        style: dict[str, Any] = {"color": f"C{number % 10}", "marker": marker}
+def against_macs(
+    made: Made, key: str = "error", title: str = "error, %", panel: str = ""
+) -> Figure:
+    """A figure of each row against its MACs; rows of one curve are joined.
+
+    Args:
+        made: the rows.
+        key: the figure.
+        title: of its axis.
+        panel: a label whose values have a plot each, side by side.
+    """
+    panels = list(dict.fromkeys(line["labels"].get(panel, "") for line in made.lines))
+    figure = Figure(figsize=(9 + 3.5 * (len(panels) - 1), 5), layout="constrained")
+    curves = list(dict.fromkeys(_curve(line, panel) for line in made.lines))
+    styles: dict[str, dict[str, Any]] = {
+        name: {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)]}
+        for number, name in enumerate(curves)
+    }
+    for axes, value in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        lines = [line for line in made.lines if line["labels"].get(panel, "") == value]
+        _points(axes, lines, styles, key, panel)
+        axes.set(xlabel="mean MACs an image, millions", ylabel=title, title=value)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    told: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            told.setdefault(name, handle)
+    figure.legend(told.values(), told, loc="outside right upper", fontsize=8)
+    return figure
+
+
+def _curve(line: Line, panel: str) -> str:
+    name = line["curve"] or line["row"]
+    return name.removeprefix(f"{line['labels'].get(panel, '')}, ")
+
+
+def _points(
+    axes: Axes, lines: Sequence[Line], styles: dict[str, dict[str, Any]], key: str, panel: str
+) -> None:
+    for name, style in styles.items():
+        points = [line for line in lines if _curve(line, panel) == name]
         ours = sorted((p["macs"], p[key]) for p in points if key in p)
-        axes.plot([x / 1e6 for x, _ in ours], [y for _, y in ours], label=name, **style)
+        if ours:
+            axes.plot([x / 1e6 for x, _ in ours], [y for _, y in ours], label=name, **style)
         theirs = sorted(
             (p["paper"].get("macs", p.get("macs")), p["paper"][key])
             for p in points
@@ -27,10 +63,6 @@ def against_macs(made: Made, key: str = "error", title: str = "error, %") -> Fig
         if theirs:
             x, y = [x / 1e6 for x, _ in theirs], [y for _, y in theirs]
             axes.plot(x, y, linestyle=":", fillstyle="none", label=f"{name}, paper", **style)
-    axes.set(xlabel="mean MACs an image, millions", ylabel=title)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
-    return figure
 
 
 def bars(lines: Sequence[Line], keys: dict[str, str], unit: str) -> Figure:

@@ -19,7 +19,7 @@ from deepmoe.files import check_writable, write_together
 from deepmoe.paper.measured import fits, kept
 from deepmoe.paper.page import Line, Made, Page, Row, Shown
 from deepmoe.paper.plan import Plan
-from deepmoe.paper.scales import SHORT, Scale
+from deepmoe.paper.scales import FULL, SHORT, Scale
 from deepmoe.paper.smoke_data import make_smoke_data
 from deepmoe.paper.tables import line_of, run_figures, shown
 from deepmoe.results import markdown_table, with_origin
@@ -195,7 +195,8 @@ class Workshop:
         lines = tuple(line_of(row, _figures(row, done, measured)) for row in rows)
         made = Made(self.plan, self.runs, done, measured, lines)
         others = () if page.more is None else tuple(page.more(made))
-        tables = (shown(page.title, page.columns, lines), *others)
+        compared = self.scale.name == FULL
+        tables = (shown(page.title, page.columns, lines, compared=compared), *others)
         values = {
             "name": page.name,
             "title": page.title,

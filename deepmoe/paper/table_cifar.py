@@ -1,5 +1,7 @@
 """ResNet-56 and -110 on CIFAR-10 and -100: dense, narrow and wide."""
 
+from functools import partial
+
 from deepmoe.paper.page import ERROR, MACS, MORE_TRAINING, Page, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.plots import against_macs
@@ -63,7 +65,7 @@ PAGE = Page(
     shortened="{epochs} epochs in one cycle in place of the paper's 350, batches of 256",
     rows=rows,
     columns=(ERROR, MACS),
-    plot=against_macs,
+    plot=partial(against_macs, panel="data"),
     notes=(
         "Wide networks have twice the channels inside each block, and twice the MACs. In ours, "
         "about half of these channels run, so that it costs as much as the dense network; the "

@@ -9,6 +9,7 @@ from deepmoe.costs import format_macs
 from deepmoe.paper.page import Column, Line, Row, Shown
 
 NONE = "-"  # where the paper, or a run that is not finished, has no figure
+SPREAD = 0.01  # of the MACs: where seeds differ by less, their deviation is not shown
 
 
 def line_of(row: Row, figures: Sequence[Mapping[str, Any]]) -> Line:
@@ -58,8 +59,18 @@ def run_figures(last: Mapping[str, Any]) -> Line:
     return figures
 
 
-def shown(title: str, columns: Sequence[Column], lines: Sequence[Line]) -> Shown:
-    """The table for people: for each figure ours, the paper's where it has some, the difference."""
+def shown(
+    title: str, columns: Sequence[Column], lines: Sequence[Line], *, compared: bool = True
+) -> Shown:
+    """The table for people: for each figure ours, and the paper's where it has some.
+
+    Args:
+        title: of the table.
+        columns: of figures.
+        lines: the rows.
+        compared: whether to show differences as well: between other schedules and other data they
+            say nothing.
+    """
     header = list(dict.fromkeys(label for line in lines for label in line["labels"]))
     parts = [[line["labels"].get(label, "") for line in lines] for label in header]
     for column in columns:
@@ -69,7 +80,7 @@ def shown(title: str, columns: Sequence[Column], lines: Sequence[Line]) -> Shown
             continue
         header.append(f"{column.title}, paper")
         parts.append([_cell(line["paper"].get(column.key), column.unit) for line in lines])
-        if column.compared:
+        if compared and column.compared:
             header.append(f"{column.title}, difference")
             parts.append([_difference(line["difference"].get(column.key)) for line in lines])
     header.append("seeds")
@@ -78,9 +89,15 @@ def shown(title: str, columns: Sequence[Column], lines: Sequence[Line]) -> Shown
 
 
 def _ours(line: Line, column: Column) -> str:
-    deviation = line.get(f"{column.key}_deviation")
-    spread = "" if deviation is None or column.unit != "%" else f" ± {deviation:.2f}"
-    return _cell(line.get(column.key), column.unit) + spread
+    value, deviation = line.get(column.key), line.get(f"{column.key}_deviation")
+    cell = _cell(value, column.unit)
+    if value is None or deviation is None:
+        return cell
+    if column.unit == "%":
+        return f"{cell} ± {deviation:.2f}"
+    if column.unit == "MACs" and deviation > SPREAD * value:
+        return f"{cell} ± {_cell(deviation, column.unit)}"
+    return cell
 
 
 def _cell(value: float | None, unit: str) -> str:

@@ -220,9 +220,24 @@ def test_a_row_is_means_over_seeds_beside_the_papers_figures() -> None:
     )  # fmt: skip
     assert line["row"] == "net, ours"
     assert table.cells == (
-        ("net", "ours", "29.00 % ± 1.41", "27.50 %", "+1.50", "150.00 M", "125.00 M", "2"),
+        (
+            "net", "ours", "29.00 % ± 1.41", "27.50 %", "+1.50", "150.00 M ± 70.71 M", "125.00 M",
+            "2",
+        ),
         ("paper only", "", "-", "20.00 %", "-", "-", "-", "-"),
-    )
+    )  # fmt: skip
+    plain = shown("", (ERROR, MACS), [line], compared=False)
+    assert "error, difference" not in plain.header and "error, paper" in plain.header
+    steady = line_of(row, [first, {**first, "macs": 1.995e8}])
+    assert shown("", (MACS,), [steady]).cells[0][2] == "199.75 M"
+
+
+def test_the_width_figure_has_the_network_of_normal_width() -> None:
+    """At equal MACs it is what the gated ones are to be compared with."""
+    first, *others = PAGES["figure-width"].rows(Plan(scale_named("short")))
+    assert first.labels == {"widened by": "1", "method": "dense"}
+    assert first.runs[0] == "cifar100-resnet18-b-dense-seed0"
+    assert [row.labels["widened by"] for row in others] == ["2"] * 3 + ["4"] * 3 + ["8"] * 3
 
 
 def cost(config: RunConfig, classes: int, size: int) -> tuple[int, float, int]:
