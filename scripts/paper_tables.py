@@ -8,17 +8,20 @@ from typing import Any
 from matplotlib.figure import Figure
 from result_files import EXPERIMENTS, origin
 
+from deepmoe.costs import format_macs
 from deepmoe.paper import PAGES, SCALES
 from deepmoe.paper.page import MORE_TRAINING, Made, Shown
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.scales import FULL
 from deepmoe.paper.sources import SOURCES
-from deepmoe.paper.tables import shown
+from deepmoe.paper.tables import run_figures, shown
 from deepmoe.results import markdown_table
 from deepmoe.sweep import RESULTS_NAME, read_results
 
 FOLDER = "paper"  # of experiments/: NAME.json, as `deepmoe paper NAME` leaves it
+FIGURES = ("figure-prune-cifar", "figure-rnp", "figure-shuffle", "figure-width")  # that are drawn
 VERDICTS = "verdicts.toml"  # there: what we make of it, by name
+CAMVID_FIRST = "camvid_first.jsonl"  # there: runs of CamVid that were trained again since
 # A folder of pairs of files has no names for its classes.
 CAMVID = (
     *("sky", "building", "pole", "road", "sidewalk", "tree", "sign", "fence", "car"),
@@ -52,12 +55,46 @@ def results() -> str:
     return "\n\n".join(parts)
 
 
+def summary() -> str:
+    """The first sentence of what we make of each name."""
+    rows = []
+    for name, found in _made().items():
+        said = re.match(r"\*\*(.+?)\*\*", _verdict(name)[0]) if _verdict(name) else None
+        counts = sorted({row["seeds"] for row in found["values"]["rows"] if row["runs"]})
+        seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        rows.append((f"[{name}](#{name})", said[1].rstrip(".") if said else "", seeds))
+    return markdown_table(["name", "what the short scale shows", "seeds"], rows)
+
+
+def camvid_twice() -> str:
+    """Networks of table-cityscapes that were trained twice with the same settings and seed."""
+    before, now = (
+        read_results(EXPERIMENTS / FOLDER / name)
+        for name in (CAMVID_FIRST, f"short/{RESULTS_NAME}")
+    )
+    values = _made()["table-cityscapes"]["values"]
+    rows = []
+    for row in values["rows"]:
+        run = row["runs"][0]
+        if (
+            run in before
+            and before[run].line["values"]["config"] == now[run].line["values"]["config"]
+        ):
+            first, again = (run_figures(results[run].figures) for results in (before, now))
+            figures = (f"{figures['accuracy']:.2f} %" for figures in (first, again))
+            macs = (format_macs(figures["macs"]) for figures in (first, again))
+            rows.append((*row["labels"].values(), *figures, *macs))
+    header = ["network", "method", "mean IoU, first", "again", "MACs, first", "again"]
+    lines = [result.line for result in before.values()]
+    return f"{markdown_table(header, rows)}\n\n{origin(*lines)}"
+
+
 def more_results() -> str:
     """The same with all tables of each name."""
     made = _made()
     parts = [f"## {name}\n\n{_section(name, made[name], whole=True)}" for name in made]
     from_there = "\n\n".join(parts).replace("](../experiments/", "](../")
-    return re.sub(r"\]\((?=[\w-]+\.(md|png))", "](../../docs/", from_there)
+    return re.sub(r"\]\((?=[\w-]+\.(md|png|svg))", "](../../docs/", from_there)
 
 
 def _made() -> dict[str, dict[str, Any]]:
@@ -84,6 +121,8 @@ def _section(name: str, found: dict[str, Any], *, whole: bool) -> str:
     for table in values["tables"][1:] if whole else ():
         cells = [[_named(cell) for cell in row] for row in table["cells"]]
         parts += [f"{table['title']}:", markdown_table(table["header"], cells)]
+    if name in FIGURES:
+        parts.append(f"![{page.title}](paper-{name}.svg)")
     notes = [f"Shortened: {values['shortened']}."] if values["shortened"] else []
     notes += [note for note in page.notes if note != MORE_TRAINING]  # the page says it once
     return "\n\n".join([*parts, *_verdict(name), *notes, _origin(found)])

@@ -67,9 +67,11 @@ from experiment_tables import (
     sweep_table,
 )
 from matplotlib.figure import Figure
+from paper_tables import FIGURES as PAPER_FIGURES
+from paper_tables import camvid_twice, more_results, names_table
 from paper_tables import figure as paper_figure
-from paper_tables import more_results, names_table
 from paper_tables import results as paper_results
+from paper_tables import summary as paper_summary
 from readme_tables import headline_table, latency_sentence, networks_table
 from recipe_tables import (
     cost_curves,
@@ -145,6 +147,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "paper-names": names_table,
     "paper-results": paper_results,
     "paper-more": more_results,
+    "paper-summary": paper_summary,
+    "paper-twice": camvid_twice,
     "exit-front": front_table,
     "exit-whole": whole_front_table,
     "exit-pairs": pairs_table,
@@ -213,10 +217,7 @@ def cost_figure(curves_of: Callable[[], dict[str, list[dict[str, Any]]]]) -> tup
 
 PLOTS = {
     **{ROOT / "docs" / f"{name}.svg": partial(cost_figure, of) for name, of in CURVES.items()},
-    **{
-        ROOT / "docs" / f"paper-{name}.svg": partial(paper_figure, name)
-        for name in ("figure-prune-cifar", "figure-rnp", "figure-shuffle", "figure-width")
-    },
+    **{ROOT / "docs" / f"paper-{name}.svg": partial(paper_figure, name) for name in PAPER_FIGURES},
 }
 
 

@@ -120,7 +120,9 @@ PAGE = Page(
         "The paper has a bound, and measures nothing: choosing n of m channels in L layers for "
         "each image keeps the rank m^(2^L) with probability 1 - C(m, n)^(-L), if choices are "
         "random and independent. Where a network's routes are few or its patterns have a low "
-        "rank, they are not. n is the mean number of open gates here.",
+        "rank, they are not. n is the mean number of open gates here. The rank of gate patterns "
+        "is that of a matrix with a row an image, 1 where a channel runs; the bound is about the "
+        "rank of the network's tensor, which can't be measured.",
     ),
     measure=measure,
     measures=MEASURES,

@@ -135,9 +135,9 @@ PAGE = Page(
     columns=(Column("accuracy", "mean IoU", compared=True), MACS),
     plot=plot,
     notes=(
-        "On CamVid, neither IoU nor MACs can be compared with the paper's: only which network is "
-        "better, and by how much. We count 1,350 G MACs for all channels of B on Cityscapes, less "
-        "than the paper has for those that run (1,738 G).",
+        "On CamVid, neither IoU nor MACs can be compared with the paper's, only the order of the "
+        "networks. We count 1,350 G MACs for all channels of B on Cityscapes, less than the paper "
+        "has for those that run (1,738 G): its B is probably not ours.",
         "CamVid's classes are 0 sky, 1 building, 2 pole, 3 road, 4 sidewalk, 5 tree, 6 sign, "
         "7 fence, 8 car, 9 pedestrian and 10 bicyclist.",
         MORE_TRAINING,
