@@ -116,11 +116,13 @@ def shuffling_sentence(found: Findings) -> str:
     total = shuffling.total
     text = f"Under their own gates {_percent(total.own)} are recognised, under gates of other "
     if shuffling.groups is None:
-        return text + f"classes {_percent(total.shuffled)}."
-    return text + (
-        f"classes of the same category {_percent(total.in_group)}, of other categories "
-        f"{_percent(total.out_of_group)}."
-    )
+        text += f"classes {_percent(total.shuffled)}."
+    else:
+        text += (
+            f"classes of the same category {_percent(total.in_group)}, of other categories "
+            f"{_percent(total.out_of_group)}."
+        )
+    return f"{text} There, {_percent(total.followed)} of the answers are the class of the gates."
 
 
 def class_shuffling_section(found: Findings) -> Section | None:

@@ -30,7 +30,8 @@ class ClassShuffling:
     images: int
     own: float | None  # under their own gates
     shuffled: float | None  # under gates of other classes
-    in_group: float | None  # under those of classes of the same coarse category
+    followed: float | None  # of these, how often the answer is the class the gates came from
+    in_group: float | None  # under gates of classes of the same coarse category
     out_of_group: float | None
 
 
@@ -48,6 +49,7 @@ class Shuffling:
         drawn: how often gates of images of one class (column) were given to images of another
             (row), (classes, classes).
         right: of these, how often the image was still recognised.
+        followed: of these, how often the answer was the class that the gates came from.
     """
 
     class_names: tuple[str, ...]
@@ -58,6 +60,7 @@ class Shuffling:
     own_right: np.ndarray
     drawn: np.ndarray
     right: np.ndarray
+    followed: np.ndarray
 
     @property
     def accuracy(self) -> np.ndarray:
@@ -87,9 +90,9 @@ class Shuffling:
         return {**settings, "all": asdict(self.total), "classes": classes, "pairs": pairs}
 
     def _of_rows(self, name: str, group: str | None, rows: np.ndarray) -> ClassShuffling:
-        def pooled(pairs: np.ndarray) -> float | None:
+        def pooled(counts: np.ndarray, pairs: np.ndarray) -> float | None:
             pairs = pairs & rows[:, None]
-            return _share(self.right[pairs].sum(), self.drawn[pairs].sum())
+            return _share(counts[pairs].sum(), self.drawn[pairs].sum())
 
         everywhere = np.ones_like(self.drawn, dtype=bool)
         alike = everywhere
@@ -101,9 +104,10 @@ class Shuffling:
             group=group,
             images=int(self.images[rows].sum()),
             own=_share(self.own_right[rows].sum(), self.images[rows].sum()),
-            shuffled=pooled(everywhere),
-            in_group=None if self.groups is None else pooled(alike),
-            out_of_group=None if self.groups is None else pooled(~alike),
+            shuffled=pooled(self.right, everywhere),
+            followed=pooled(self.followed, everywhere),
+            in_group=None if self.groups is None else pooled(self.right, alike),
+            out_of_group=None if self.groups is None else pooled(self.right, ~alike),
         )
 
 
@@ -157,10 +161,12 @@ def shuffle_gates(
         raise UserError(f"there are {len(names)} names of classes, and a label {labels.max()}")
     chosen = _chosen(labels, None if only is None else names.index(only), most)
     donors = _donors(labels, chosen, draws, seed)
-    drawn, hits = np.zeros((2, len(names), len(names)), dtype=np.int64)
-    for image, donor, good in _runs(model, batches, bank_NC, labels, chosen, donors):
-        np.add.at(drawn, (labels[image], labels[donor]), 1)
-        np.add.at(hits, (labels[image], labels[donor]), good)
+    drawn, hits, followed = np.zeros((3, len(names), len(names)), dtype=np.int64)
+    for image, donor, answers in _runs(model, batches, bank_NC, chosen, donors):
+        pair = labels[image], labels[donor]
+        np.add.at(drawn, pair, 1)
+        np.add.at(hits, pair, answers == labels[image])
+        np.add.at(followed, pair, answers == labels[donor])
     return Shuffling(
         class_names=names,
         groups=None if groups is None else tuple(groups),
@@ -170,6 +176,7 @@ def shuffle_gates(
         own_right=np.bincount(labels[chosen & right], minlength=len(names)),
         drawn=drawn,
         right=hits,
+        followed=followed,
     )
 
 
@@ -192,11 +199,10 @@ def _runs(
     model: DeepMoE,
     batches: Batches,
     bank_NC: Tensor,
-    labels: np.ndarray,
     chosen: np.ndarray,
     donors: np.ndarray,
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """All draws, many at a time: which images, whose gates they got, whether they were known."""
+    """All draws, many at a time: which images, whose gates they got, and the answers."""
     start, used = 0, 0
     for x_BCHW, _ in batches_for(model, batches):
         rows = np.flatnonzero(chosen[start : start + len(x_BCHW)])
@@ -206,7 +212,7 @@ def _runs(
             part = slice(first, first + together)
             x = x_BCHW[torch.from_numpy(images[part]).to(x_BCHW.device)]
             image, donor = start + images[part], given.ravel()[part]
-            yield image, donor, _answers(model, x, bank_NC[donor]) == labels[image]
+            yield image, donor, _answers(model, x, bank_NC[donor])
         start, used = start + len(x_BCHW), used + len(rows)
 
 

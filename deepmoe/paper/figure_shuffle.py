@@ -16,7 +16,7 @@ from deepmoe.paper.plan import Plan
 DATA, NETWORK, CLASS = "cifar100", "vgg16", "dolphin"
 SHARE = 0.685  # of the channels: half of the dense MACs
 GAP = 20.0  # points, at least: the paper has 20 to 60
-SHARES = ("own", "shuffled", "in_group", "out_of_group", "gap")
+SHARES = ("own", "shuffled", "followed", "in_group", "out_of_group", "gap")
 SHUFFLED = {**dict.fromkeys(SHARES, float | None), "group": str | None}
 MEASURES = {
     CLASS: SHUFFLED,
@@ -142,6 +142,7 @@ PAGE = Page(
         Column("in_group", "gates of the same category"),
         Column("out_of_group", "gates of other categories"),
         Column("gap", "same above other", "points", compared=True),
+        Column("followed", "answers that are the class of the gates"),
     ),
     plot=plot,
     notes=(

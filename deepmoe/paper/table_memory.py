@@ -51,7 +51,7 @@ def measure(path: Path, plan: Plan) -> Line:
 
 def plot(made: Made) -> Figure:
     """Files and peaks side by side, in MiB."""
-    keys = {"file_bytes": "file", "peak_bytes": "most alive while one image runs"}
+    keys = {"file_bytes": "file", "peak_bytes": "peak"}
     lines = [
         {**line, **{key: line[key] / 2**20 for key in keys if key in line}} for line in made.lines
     ]
@@ -69,7 +69,7 @@ PAGE = Page(
         Column("parameters", "parameters", "count"),
         Column("weight_bytes", "weights", "bytes"),
         Column("file_bytes", "file", "bytes"),
-        Column("peak_bytes", "most alive while one image runs", "bytes"),
+        Column("peak_bytes", "peak", "bytes"),
         Column("error", "error"),
     ),
     plot=plot,

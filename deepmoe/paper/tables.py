@@ -74,9 +74,12 @@ def shown(
     header = list(dict.fromkeys(label for line in lines for label in line["labels"]))
     parts = [[line["labels"].get(label, "") for line in lines] for label in header]
     for column in columns:
+        theirs = any(column.key in line["paper"] for line in lines)
+        if not theirs and not any(column.key in line for line in lines):
+            continue  # nobody has a figure
         header.append(column.title)
         parts.append([_ours(line, column) for line in lines])
-        if not any(column.key in line["paper"] for line in lines):
+        if not theirs:
             continue
         header.append(f"{column.title}, paper")
         parts.append([_cell(line["paper"].get(column.key), column.unit) for line in lines])

@@ -38,25 +38,29 @@ def batches(model) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @torch.no_grad()
-def plainly(model: DeepMoE, batches) -> dict[tuple[int, int], list[bool]]:
-    """Each image under the gates of every image of another class, one at a time."""
+def plainly(model: DeepMoE, batches) -> dict[tuple[int, int], list[int]]:
+    """Answers for each image under the gates of every image of another class, one at a time."""
     images, labels = (torch.cat(part) for part in zip(*batches, strict=True))
     gates = [model.route(image[None])[0] for image in images]
-    found: dict[tuple[int, int], list[bool]] = {}
+    found: dict[tuple[int, int], list[int]] = {}
     for image, label in zip(images, labels.tolist(), strict=True):
         for given, other in zip(gates, labels.tolist(), strict=True):
             if other != label:
                 answer = model.gating(model.network, image[None], given).argmax()
-                found.setdefault((label, other), []).append(int(answer) == label)
+                found.setdefault((label, other), []).append(int(answer))
     return found
 
 
 def test_many_draws_come_to_what_all_pairs_of_images_give(model, batches) -> None:
     shuffled = shuffle_gates(model, batches, NAMES, groups=GROUPS, draws=300)
     reference = plainly(model, batches)
-    assert any(0 < np.mean(hits) < 1 for hits in reference.values())  # gates do matter here
-    for (label, other), hits in reference.items():
-        assert shuffled.accuracy[label, other] == pytest.approx(np.mean(hits), abs=0.12)
+    seen = {pair: [np.mean(np.equal(a, c)) for c in pair] for pair, a in reference.items()}
+    assert any(0 < right < 1 for right, _ in seen.values())  # gates do matter here
+    assert any(0.2 < followed != right for right, followed in seen.values())
+    for pair, (right, followed) in seen.items():
+        assert shuffled.accuracy[pair] == pytest.approx(right, abs=0.12)
+        share = shuffled.followed[pair] / shuffled.drawn[pair]
+        assert share == pytest.approx(followed, abs=0.12)
     assert np.isnan(np.diag(shuffled.accuracy)).all()
     # 300 draws are 100 of each other class.
     assert shuffled.drawn[0].tolist() == [0, *[100 * shuffled.images[0]] * 3]
@@ -64,6 +68,7 @@ def test_many_draws_come_to_what_all_pairs_of_images_give(model, batches) -> Non
     assert cat.group == "animal"
     assert cat.in_group == shuffled.accuracy[0, 1]
     assert cat.out_of_group == pytest.approx(shuffled.accuracy[0, 2:].mean())
+    assert cat.followed == pytest.approx((shuffled.followed[0, 1:] / shuffled.drawn[0, 1:]).mean())
     labels = torch.cat([labels for _, labels in batches])
     with torch.no_grad():
         answers = torch.cat([model(x).logits.argmax(dim=1) for x, _ in batches])

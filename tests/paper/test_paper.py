@@ -17,7 +17,7 @@ from deepmoe.errors import UserError
 from deepmoe.paper import PAGES, SCALES, figure_shuffle, page_named, scale_named
 from deepmoe.paper.figure_expressive import log10_miss
 from deepmoe.paper.networks import NETWORKS
-from deepmoe.paper.page import ERROR, MACS, Made, Row
+from deepmoe.paper.page import ERROR, MACS, Column, Made, Row
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.recipes import LITERAL
 from deepmoe.paper.table_imagenet_wide import RESNET101_MACS
@@ -226,8 +226,9 @@ def test_a_row_is_means_over_seeds_beside_the_papers_figures() -> None:
         ),
         ("paper only", "", "-", "20.00 %", "-", "-", "-", "-"),
     )  # fmt: skip
-    plain = shown("", (ERROR, MACS), [line], compared=False)
+    plain = shown("", (ERROR, MACS, Column("top5", "top-5 error")), [line], compared=False)
     assert "error, difference" not in plain.header and "error, paper" in plain.header
+    assert "top-5 error" not in plain.header  # which nobody has
     steady = line_of(row, [first, {**first, "macs": 1.995e8}])
     assert shown("", (MACS,), [steady]).cells[0][2] == "199.75 M"
 
