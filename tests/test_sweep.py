@@ -367,12 +367,21 @@ def test_lines_that_are_no_results_are_named(swept, tmp_path: Path, content: str
         sweep(grid, tmp_path / "runs", tmp_path, command="test")
 
 
-@pytest.mark.parametrize("damage", [{"seed": "x"}, {"hardware": None}])
+@pytest.mark.parametrize("damage", [{"seed": "x"}, {"seed": -1}, {"hardware": None}])
 def test_origins_that_can_not_be_are_named(swept, tmp_path: Path, damage: dict) -> None:
     path = tmp_path / "runs.jsonl"
     first = json.loads((swept[1] / "runs.jsonl").read_text().splitlines()[0])
     path.write_text(json.dumps({**first, **damage}))
     with pytest.raises(UserError, match=f"{next(iter(damage))} can't be"):
+        read_results(path)
+
+
+@pytest.mark.parametrize("damage", [{"seconds": 10**400}, {"last": {"iou": {"\ud800": 0.5}}}])
+def test_figures_that_can_not_be_are_refused(swept, tmp_path: Path, damage: dict) -> None:
+    path = tmp_path / "runs.jsonl"
+    first = json.loads((swept[1] / "runs.jsonl").read_text().splitlines()[0])
+    path.write_text(json.dumps({**first, "values": {**first["values"], **damage}}))
+    with pytest.raises(UserError, match=r"line 1 of .* is not the result of a sweep's run"):
         read_results(path)
 
 
@@ -388,11 +397,14 @@ def test_a_result_goes_with_those_of_the_runs_it_needed(swept, tmp_path: Path) -
     lines = lines_of(folder / "runs.jsonl")
     student, dense = lines["student-seed0"], lines["dense-seed0"]
     path = write_lines(tmp_path / "runs.jsonl", student)
-    with pytest.raises(UserError, match=r"student-seed0 in .* belongs to another dense-seed0"):
+    told = (
+        r"student-seed0 in .*runs\.jsonl go with another result of dense-seed0: remove their lines"
+    )
+    with pytest.raises(UserError, match=told):
         sweep(grid, folder / "runs", path, command="test")
     dense["values"]["last"]["accuracy"] += 0.1
     write_lines(path, student, dense)
-    with pytest.raises(UserError, match=r"student-seed0 in .* belongs to another dense-seed0"):
+    with pytest.raises(UserError, match=told):
         sweep(grid, folder / "runs", path, command="test")
 
 
@@ -505,6 +517,12 @@ def test_lessons_are_written_once_and_students_wait_for_them(
     write_lines(results, *kept)
     newer = (moved / lessons.name).stat().st_mtime + 10
     os.utime(moved / "dense-seed1" / "last.safetensors", (newer, newer))
+    assert swept(text + more, moved) == [lessons.name, "later-seed0"]
+
+    # Nor with what is no longer whole, which is written again.
+    write_lines(results, *kept)
+    (moved / lessons.name).write_bytes((moved / lessons.name).read_bytes()[:-100])
+    os.utime(moved / lessons.name, (newer, newer))
     assert swept(text + more, moved) == [lessons.name, "later-seed0"]
 
 

@@ -16,6 +16,7 @@ from deepmoe.sweep.grid import Run
 from deepmoe.training.fit import changed_keys
 
 RESULTS_NAME = "runs.jsonl"
+MOST_SEED = 2**63
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,17 @@ def read_results(path: Path) -> dict[str, RunResult]:
     for number, text in enumerate(_read(path).splitlines(), start=1):
         try:
             result = _parse(text)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else error
             raise UserError(
-                f"line {number} of {path} is not the result of a sweep's run: {reason}"
+                f"line {number} of {path} is not the result of a sweep's run: {why}"
             ) from error
         if result.name in found:
             raise UserError(f"{path} has two results of {result.name}: remove one of the lines")
@@ -92,10 +100,13 @@ def _read(path: Path) -> str:
 @functools.lru_cache(maxsize=4096)  # a sweep reads the same lines again after every run
 def _parse(text: str) -> RunResult:
     line = json.loads(text)
+    json.dumps(line, ensure_ascii=False).encode()  # half of a character can't be written again
     values = line["values"]
     for key, kind in (("seed", int), ("hardware", str)):
         if not isinstance(line[key], kind):
             raise TypeError(f"{key} can't be {line[key]!r}")
+    if not 0 <= line["seed"] < MOST_SEED:
+        raise ValueError(f"seed can't be {line['seed']}")
     settings = tomllib.loads(values["config"])
     config_from_dict(settings, used=True)  # of any version, but of a run
     return RunResult(

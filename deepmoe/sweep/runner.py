@@ -113,15 +113,22 @@ def _check_results(grid: Grid, done: Mapping[str, RunResult], path: Path) -> Non
             continue
         if not done[run.name].is_of(run):
             raise UserError(
-                f"the result of {run.name} in {path} has other settings than the grid: remove its "
-                "line, or give another file with --results"
+                f"the result of {run.name} in {path} has other settings than are asked for: "
+                "remove its line, or use another file"
             )
-        for need, digest in done[run.name].needs.items():
-            if need in names and (need not in done or done[need].digest != digest):
-                raise UserError(
-                    f"the result of {run.name} in {path} belongs to another {need}: "
-                    "remove its line, or give another file with --results"
-                )
+    others: dict[str, str] = {}  # results that go with another one than is there, and with which
+    for run in grid.in_order:
+        needs = done[run.name].needs if run.name in done else {}
+        for need, digest in needs.items():
+            gone = need not in done or done[need].digest != digest or need in others
+            if need in names and gone:
+                others[run.name] = others.get(need, need)
+    if others:
+        raise UserError(
+            f"{', '.join(others)} in {path} go with another result of "
+            f"{' and '.join(dict.fromkeys(others.values()))}: remove their lines to train them "
+            "again, or use another file"
+        )
 
 
 def _check_free(runs: list[Run], out: Path) -> None:

@@ -15,7 +15,7 @@ from deepmoe.sweep.results import add_result, read_results
 from deepmoe.sweep.schedule import End, Job, Step
 from deepmoe.training.checkpoint_store import CheckpointStore
 from deepmoe.training.fit import fit
-from deepmoe.training.lessons import teach_from
+from deepmoe.training.lessons import is_lessons, teach_from
 from deepmoe.training.log import METRICS_NAME, read_metrics
 
 LOG_NAME = "log.txt"
@@ -111,11 +111,12 @@ class Teaching:
         return set(self.run.lessons)
 
     def begin(self) -> Job | None:
-        """Nothing is to be done where they are of the networks that are there now."""
+        """Nothing is to be done where they are whole, and of the networks that are there now."""
         teachers = [last_checkpoint(self.out, name) for name in self.run.lessons]
         if self.lessons.exists():
             written = self.lessons.stat().st_mtime_ns
-            if all(path.stat().st_mtime_ns <= written for path in teachers):
+            fresh = all(path.stat().st_mtime_ns <= written for path in teachers)
+            if fresh and is_lessons(str(self.lessons)):
                 return None
             self.lessons.unlink()
         root = f"data.root={self.run.config.data.root}"
