@@ -116,7 +116,8 @@ def _version(path: Path) -> tuple[int, ...] | None:
 
 def _find(root: Path, name: str) -> tuple[Path, CifarArchive]:
     if not os.path.isdir(root):
-        raise UserError(f"data folder {root} does not exist; set data.root to where {name} is")
+        what = "is not a folder" if os.path.exists(root) else "does not exist"
+        raise UserError(f"data folder {root} {what}; set data.root to where {name} is")
     for archive in ARCHIVES[name]:
         for folder in (root / archive.folder, root):
             wanted = (folder / archive.train[0], folder / archive.names_file)

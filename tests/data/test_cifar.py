@@ -114,6 +114,8 @@ def test_odd_class_names_are_named(names: object, tmp_path) -> None:
 def test_missing_folders_and_files_are_named(tmp_path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         read_cifar(tmp_path / "nowhere", "cifar10")
+    with pytest.raises(UserError, match="is not a folder"):
+        read_cifar(Path(__file__), "cifar10")
     with pytest.raises(UserError, match="has no cifar10: looked for cifar-10-batches-py or"):
         read_cifar(tmp_path, "cifar10")
     folder = write_python(tmp_path, "cifar10")
