@@ -54,6 +54,7 @@ def paper(
     require("report", "matplotlib")
     from deepmoe.paper import PAGES, Workshop, page_named, scale_named
 
+    asked = scale_named(scale)
     if names in ((), (LIST,)):
         _list(as_json)
         return
@@ -61,7 +62,6 @@ def paper(
         raise UserError(f"give {ALL} or {LIST} alone, without other names")
     every = names == (ALL,)
     pages = list(PAGES.values()) if every else [page_named(n) for n in dict.fromkeys(names)]
-    asked = scale_named(scale)
     numbers = None if seeds is None else tuple(dict.fromkeys(parse_numbers("--seeds", seeds, int)))
     if numbers is not None and min(numbers) < 0:
         raise UserError(f"--seeds are whole numbers from 0 on, not {seeds}")

@@ -140,7 +140,8 @@ def shuffle_gates(
         most: how many images of each class to shuffle; all of them if not given.
 
     Raises:
-        UserError: for a model without gates, or images without another class among them.
+        UserError: for a model without gates, or images without another class, or without the
+            one that is asked for, among them.
     """
     refuse_experts(model, "it has no gates to shuffle")
     if not model.gated:
@@ -160,6 +161,8 @@ def shuffle_gates(
     if labels.max() >= len(names):
         raise UserError(f"there are {len(names)} names of classes, and a label {labels.max()}")
     chosen = _chosen(labels, None if only is None else names.index(only), most)
+    if not chosen.any():
+        raise UserError(f"none of these {len(labels):,} images is of the class {only}: take more")
     donors = _donors(labels, chosen, draws, seed)
     drawn, hits, followed = np.zeros((3, len(names), len(names)), dtype=np.int64)
     for image, donor, answers in _runs(model, batches, bank_NC, chosen, donors):

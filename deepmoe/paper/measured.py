@@ -14,13 +14,12 @@ from deepmoe.devices import autocast, choose_device, choose_precision
 from deepmoe.errors import UserError
 from deepmoe.evaluation.batches import batches_for
 from deepmoe.files import is_newer, read_regular, write_atomically
-from deepmoe.paper.page import Like, Line
+from deepmoe.paper.page import MOST, Like, Line
 from deepmoe.paper.plan import Plan
 
 TOP = 5
 FIGURES = "figures"  # what a file of them holds
 TOP_ERRORS = {"top5": float}  # what `top_errors` gives
-MOST = 1e18  # of any figure
 
 
 def kept(checkpoint: Path, name: str, like: Like, measure: Callable[[], Line]) -> Line:

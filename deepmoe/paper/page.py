@@ -14,6 +14,7 @@ from deepmoe.sweep.steps import last_checkpoint
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST = 1e18  # of any figure
 Line = dict[str, Any]
 """A row with its figures, as plain values."""
 Like = dict[Any, Any]

@@ -16,7 +16,7 @@ from deepmoe.console import complain
 from deepmoe.devices import choose_device
 from deepmoe.errors import UserError
 from deepmoe.files import check_writable, write_together
-from deepmoe.paper.measured import fits, kept
+from deepmoe.paper.measured import kept
 from deepmoe.paper.page import Line, Made, Page, Row, Shown
 from deepmoe.paper.plan import Plan
 from deepmoe.paper.scales import FULL, SHORT, Scale
@@ -122,6 +122,9 @@ class Workshop:
         Pages are made as soon as their runs have ended: what is stopped leaves those.
         """
         grid = self.plan.grid(jobs)
+        if ray is None:
+            for device in {run.config.train.device for run in grid.runs}:
+                choose_device(device)  # tells of one that is not there, before a run fails
         here = self.scale.thin and jobs == 1 and ray is None
         with _one_thread() if here else nullcontext():
             sweep(
@@ -188,6 +191,8 @@ class Workshop:
         page, rows = self.pages[name]
         results, wanted = read_results(self.results), {run for row in rows for run in row.runs}
         done = {run: results[run] for run in wanted if run in results}
+        if not done:  # a table of nothing would stand in a good one's place
+            raise UserError("none of its runs has a result")
         made = Made(self.plan, self.runs, done)
         measured: dict[str, Line] = {}
         if page.measure is not None:
@@ -296,12 +301,10 @@ def _figures(
             own = measured.get(run, {})
             own = own.get(row.part, {}) if row.part else own
             try:
-                if not fits(done[run].figures.get("iou", {}), {str: float | None}):
-                    raise ValueError("iou")
                 found.append({**run_figures(done[run].figures), **own})
-            except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise UserError(
-                    f"the result of {run} lacks figures ({error}): remove its line of "
-                    f"{RESULTS_NAME} to train it again"
+                    f"the result of {run} lacks figures ({error}): to train it again, remove its "
+                    f"line of {RESULTS_NAME}, and those of runs that start or learn from it"
                 ) from error
     return found

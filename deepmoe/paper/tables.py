@@ -1,12 +1,11 @@
 """From the results of runs to rows: means over seeds, ours beside the paper's."""
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deepmoe.costs import format_macs
-from deepmoe.paper.page import Column, Line, Row, Shown
+from deepmoe.paper.page import MOST, Column, Line, Row, Shown
 
 NONE = "-"  # where the paper, or a run that is not finished, has no figure
 SPREAD = 0.01  # of the MACs: where seeds differ by less, their deviation is not shown
@@ -39,24 +38,32 @@ def line_of(row: Row, figures: Sequence[Mapping[str, Any]]) -> Line:
 
 
 def run_figures(last: Mapping[str, Any]) -> Line:
-    """The figures of a run, of its last epoch: errors and shares in percent."""
-    accuracy = 100 * last["accuracy"]
-    figures = {
-        "accuracy": accuracy,
-        "error": 100 - accuracy,
+    """The figures of a run, of its last epoch: errors and shares in percent.
+
+    Raises:
+        KeyError, TypeError, ValueError: for what anybody may have changed to something else.
+    """
+    for key, least, most in (
+        ("accuracy", 0, 1),
+        ("active", 0, 1),
+        ("macs", 0, MOST),
+        ("dense_macs", 1, MOST),
+    ):
+        if not (_is_number(last[key]) and least <= last[key] <= most):  # which nan is not
+            raise ValueError(f"{key} can't be {last[key]!r}")
+    for name, iou in last.get("iou", {}).items():
+        if iou is not None and not (_is_number(iou) and 0 <= iou <= 1):
+            raise ValueError(f"iou of {name} can't be {iou!r}")
+    share = 100 * last["macs"] / last["dense_macs"]
+    return {
+        "accuracy": 100 * last["accuracy"],
+        "error": 100 - 100 * last["accuracy"],
         "macs": last["macs"],
-        "share": 100 * last["macs"] / last["dense_macs"],
+        "share": share,
+        "reduction": 100 - share,
         "active": 100 * last["active"],
         "seconds": last.get("seconds"),
     }
-    figures["reduction"] = 100 - figures["share"]
-    for key, value in figures.items():
-        most = 100 if key in ("accuracy", "active") else math.inf
-        if _is_number(value) and not (math.isfinite(value) and value <= most):
-            raise ValueError(f"{key} can't be {value}")
-    if min(accuracy, figures["macs"]) < 0:
-        raise ValueError("accuracy and MACs can't be negative")
-    return figures
 
 
 def shown(

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from deepmoe.cli import main
@@ -126,9 +127,14 @@ def check_other_figures(out: Path, smoke: tuple[object, ...]) -> None:
     lines = (out / RESULTS_NAME).read_text()
     for key, wrong in (
         ("dense_macs", 0),
+        ("dense_macs", -1),
+        ("dense_macs", float("inf")),
         ("macs", float("nan")),
+        ("macs", True),
         ("iou", [1]),
+        ("iou", {"road": 7.0}),
         ("active", None),
+        ("active", "abc"),
         ("accuracy", 7.5),
     ):
         changed = [json.loads(line) for line in lines.splitlines()]
@@ -158,6 +164,9 @@ def check_refusals(out: Path, smoke: tuple[object, ...]) -> None:
     """What another call makes of settings that changed, and of files that were damaged."""
     epochs = paper("table-memory", *smoke, "--set", "train.epochs=2")
     assert "was trained with other settings: give another --out" in told(epochs)
+    if not torch.cuda.is_available():
+        gpu = paper("table-memory", *smoke, "--set", "train.device=cuda")
+        assert "no usable CUDA device" in told(gpu)
     # How fast it runs is no such setting.
     assert paper("table-memory", *smoke, "--set", "data.workers=1").exit_code == 0
     check_other_data(out, smoke)
@@ -172,5 +181,13 @@ def check_refusals(out: Path, smoke: tuple[object, ...]) -> None:
     both = paper("table-memory", "figure-rnp", *smoke, "--no-train")
     assert "table-memory: " in told(both) and "figure-rnp: error against MACs" in both.stdout
     lines = (out / RESULTS_NAME).read_text()
+    # A table of nothing does not take the place of one that was made before.
+    table = out / "table-cityscapes.md"
+    before = table.read_text()
+    kept = [line for line in lines.splitlines(keepends=True) if '"cityscapes-' not in line]
+    (out / RESULTS_NAME).write_text("".join(kept))
+    nothing = told(paper("table-cityscapes", "figure-rnp", *smoke, "--no-train"))
+    assert "table-cityscapes: none of its runs has a result" in nothing
+    assert table.read_text() == before
     (out / RESULTS_NAME).write_text(lines[:-100])
     assert "is not the result of a sweep's run" in told(paper("figure-rnp", *smoke))
