@@ -17,7 +17,6 @@ from deepmoe.paper.recipes import (
     FEW_CODES,
     LITERAL,
     LITERAL_LAST,
-    LITERAL_OF_DATA,
     OURS,
     OURS_OF_DATA,
     OURS_SCHEDULE,
@@ -126,7 +125,7 @@ class Plan:
         `mean_sparsity` is a lambda for the mean of a layer's gates instead: lambdas above one fit
         no other reading.
         """
-        settings = {**LITERAL, **LITERAL_OF_DATA.get(data, {})}
+        settings = dict(LITERAL)
         if NETWORKS[network].gates_last:
             settings |= LITERAL_LAST
         kind = "literal"

@@ -18,7 +18,6 @@ LITERAL: dict[str, Any] = {
     "loss.sparsity": 0.003,
 }
 LITERAL_LAST = {"model.gate_last": True}  # of networks that have a gate there
-LITERAL_OF_DATA: dict[str, dict[str, Any]] = {}  # what is read otherwise for some data, by its key
 
 OURS: dict[str, Any] = {
     "heads.lr_scale": 30.0,
