@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from deepmoe.sweep.local import LocalProcesses, ThisProcess, Worker
 from deepmoe.sweep.schedule import Job
 from deepmoe.sweep.steps import Teaching
 from deepmoe.training.checkpoint_store import CheckpointStore
+from deepmoe.training.log import METRICS_NAME
 
 TINY = """
 preset = "quickstart"
@@ -408,6 +410,40 @@ def test_a_result_goes_with_those_of_the_runs_it_needed(swept, tmp_path: Path) -
         sweep(grid, folder / "runs", path, command="test")
 
 
+def test_a_checkpoint_that_goes_with_another_start_is_not_filed_under_this_one(
+    swept, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr("deepmoe.sweep.local.Worker", InThisProcess)
+    grid = Grid(swept[0].runs[:2], 1)
+    shutil.copytree(swept[1] / "runs", tmp_path / "runs")
+    student = tmp_path / "runs" / "student-seed0"
+    lines = lines_of(swept[1] / "runs.jsonl")
+    results = tmp_path / "runs.jsonl"
+
+    def again(*kept: str) -> tuple[dict, str]:
+        write_lines(results, *(lines[name] for name in kept))
+        before = (student / "log.txt").stat().st_mtime_ns
+        assert sweep(grid, tmp_path / "runs", results, command="test")
+        assert (student / "log.txt").stat().st_mtime_ns > before
+        return lines_of(results)["student-seed0"]["values"], capsys.readouterr().err
+
+    # Its line alone is gone: the finished checkpoint is as good as it was.
+    same, told = again("dense-seed0")
+    assert "from the beginning" not in told
+    assert same == lines["student-seed0"]["values"]
+    # Dense has come to something else since.
+    lines["dense-seed0"]["values"]["seconds"] += 1.0
+    last = json.loads((student / METRICS_NAME).read_text().splitlines()[-1])
+    trained, told = again("dense-seed0")
+    assert "student-seed0: its checkpoint goes with another result of dense-seed0" in told
+    assert trained["needs"] != same["needs"] and trained["last"]["seconds"] != last["seconds"]
+    # Without its last checkpoint, nothing can be gone on from.
+    (student / "last.safetensors").unlink()
+    again_trained, told = again("dense-seed0")
+    assert "student-seed0: last.safetensors is gone, so it is trained from the beginning" in told
+    assert again_trained["last"]["accuracy"] == trained["last"]["accuracy"]
+
+
 def test_a_run_goes_on_from_the_networks_it_was_begun_with(swept, tmp_path: Path) -> None:
     grid, folder = swept
     student = grid.runs[0]
@@ -599,18 +635,17 @@ def test_a_run_whose_checkpoint_is_gone_is_trained_again_for_those_that_need_it(
 
 
 def test_a_run_trained_again_for_its_checkpoint_leaves_its_result_alone(
-    swept, monkeypatch, capsys
+    swept, tmp_path: Path, monkeypatch, capsys
 ) -> None:
-    grid, folder = swept
-    monkeypatch.setattr("deepmoe.sweep.local.Worker", returning(0))
-    dense, results = grid.runs[1], folder / "runs.jsonl"
-    before = results.read_bytes()
-    student = Run("new", grid.runs[0].config)
-    empty = folder / "runs" / "dense-seed0" / "last.safetensors"
-    moved = empty.rename(empty.with_name("moved"))
-    assert not sweep(Grid((dense, student), 1), folder / "runs", results, command="test")
-    moved.rename(empty)
-    assert results.read_bytes() == before
+    monkeypatch.setattr("deepmoe.sweep.local.Worker", InThisProcess)
+    student, dense, *_ = swept[0].runs
+    shutil.copytree(swept[1] / "runs", tmp_path / "runs")
+    (tmp_path / "runs" / "dense-seed0" / "last.safetensors").unlink()
+    line = lines_of(swept[1] / "runs.jsonl")["dense-seed0"]
+    results = write_lines(tmp_path / "runs.jsonl", line)
+    grid = Grid((dense, Run("new", student.config)), 1)
+    assert sweep(grid, tmp_path / "runs", results, command="test")
+    assert lines_of(results)["dense-seed0"] == line
     assert "left as it was" in capsys.readouterr().err
 
 

@@ -60,7 +60,8 @@ def read_results(path: Path) -> dict[str, RunResult]:
         ) as error:
             why = f"{error} is missing" if isinstance(error, KeyError) else error
             raise UserError(
-                f"line {number} of {path} is not the result of a sweep's run: {why}"
+                f"line {number} of {path} is not the result of a sweep's run ({why}): "
+                "remove that line, and call this again"
             ) from error
         if result.name in found:
             raise UserError(f"{path} has two results of {result.name}: remove one of the lines")

@@ -1,5 +1,6 @@
 """The steps of a sweep: runs, and the lessons that some of them take."""
 
+import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from deepmoe.config import RunConfig, config_to_toml
 from deepmoe.console import complain
 from deepmoe.devices import choose_device
+from deepmoe.files import write_atomically
 from deepmoe.results import origin
 from deepmoe.sweep.grid import LESSONS, Run, group_of, with_checkpoints
 from deepmoe.sweep.results import add_result, read_results
@@ -19,6 +21,7 @@ from deepmoe.training.lessons import is_lessons, teach_from
 from deepmoe.training.log import METRICS_NAME, read_metrics
 
 LOG_NAME = "log.txt"
+NEEDS = "needs.json"  # in a run's folder: digests of the results that its checkpoints go with
 TAUGHT = "lessons-"  # what files of lessons are named with, before the group of their teachers
 
 
@@ -64,15 +67,31 @@ class Training:
         return {*self.run.needs, *([] if lessons is None else [lessons.name])}
 
     def begin(self) -> Job:
-        """From its last checkpoint, if it has one."""
+        """From its last checkpoint, if it has one that goes with what it starts from now."""
         folder = self.out / self.name
         folder.mkdir(parents=True, exist_ok=True)
+        self._drop_old(folder)
         path, config = folder / "sweep.toml", resolved(self.run, self.out)
         path.write_text(config_to_toml(config), encoding="utf-8")
         arguments = ("train", str(path), "--resume", "--out", str(folder))
         call = partial(fit, config, folder, resume=True, quiet=True)
         device = self.run.config.train.device
         return Job(self.name, arguments, folder / LOG_NAME, device, call, folder)
+
+    def _drop_old(self, folder: Path) -> None:
+        """Removes checkpoints that nothing can go on from, and notes what new ones start from."""
+        done, store, path = read_results(self.results), CheckpointStore(folder, 0), folder / NEEDS
+        needs = {name: done[name].digest for name in self.run.needs if name in done}
+        why = None
+        if not store.last.exists():
+            why = f"{store.last.name} is gone" if store.any() else None
+        elif path.exists() and path.read_bytes() != _as_json(needs):
+            why = f"its checkpoint goes with another result of {' or '.join(needs)}"
+        if why is not None:
+            complain(f"{self.name}: {why}, so it is trained from the beginning")
+            store.clear()
+            (folder / METRICS_NAME).unlink(missing_ok=True)
+        write_atomically(path, _as_json(needs))
 
     def end(self, end: End) -> bool:
         """Writes the result of a run that has ended; whether there is one."""
@@ -172,6 +191,10 @@ def resolved(run: Run, out: Path) -> RunConfig:
 def last_checkpoint(out: Path, name: str) -> Path:
     """The newest checkpoint of a run, by its name."""
     return CheckpointStore(out / name, keep=0).last
+
+
+def _as_json(needs: dict[str, str]) -> bytes:
+    return (json.dumps(needs, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _reason(code: int, log: Path) -> str:

@@ -38,6 +38,10 @@ class CheckpointStore:
         """Checkpoints of finished epochs, oldest first."""
         return sorted(self.folder.glob("epoch-*.safetensors"))
 
+    def any(self) -> bool:
+        """Whether there is any checkpoint."""
+        return self.last.exists() or self.best.exists() or bool(self.epochs())
+
     def clear(self) -> None:
         """Removes all checkpoints."""
         for path in [self.last, self.best, *self.epochs()]:

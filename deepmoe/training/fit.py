@@ -316,7 +316,7 @@ def check_folder(out: Path, *, resume: bool, overwrite: bool) -> None:
     store = CheckpointStore(out, keep=0)
     if out.exists() and not out.is_dir():
         raise UserError(f"cannot write to {out}: it is not a folder")
-    used = store.last.exists() or store.best.exists() or bool(store.epochs())
+    used = store.any()
     if resume and used and not store.last.exists():
         raise UserError(f"{out} has checkpoints, but no {store.last.name} to resume from")
     if not resume and not overwrite and (used or read_metrics(out / METRICS_NAME)):
