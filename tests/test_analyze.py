@@ -210,7 +210,9 @@ def test_a_class_can_be_shuffled_by_itself(gated: Path, tmp_path: Path) -> None:
     asked = ("--class", "3", "--shuffle", "0", "--draws", "1", *QUICK)
     result = deepmoe("analyze", gated, "--out", tmp_path / "a", *asked)
     assert result.exit_code == 0, result.output
-    values = json.loads((tmp_path / "a" / "analysis.json").read_text())["values"]
+    written = json.loads((tmp_path / "a" / "analysis.json").read_text())
+    assert written["command"].endswith("--shuffle 0 --draws 1 --class 3 --images 40")
+    values = written["values"]
     assert values["shuffling"] is None
     three = values["class_shuffling"]["classes"][3]
     assert three["images"] > 0 and three["shuffled"] is not None
@@ -252,6 +254,7 @@ def test_names_of_classes_and_files_stay_text(tmp_path: Path) -> None:
         (("analyze", "--out", "folder"), "holds other files"),
         (("analyze", "--out", "notes.txt/out"), "is not a folder"),
         (("analyze", "--out", "new", "--class", "emu"), "no class named emu"),
+        (("analyze", "--out", "new", "--class", "3", "--images", "1"), "all of one class"),
         (("analyze", "--out", "new", "--images", "0"), "--images"),
         (("report", "--out", "new", "--set", "train.lr=1"), "data.*, train.device"),
         (("report", "--out", "new", "--set", "data.name=nowhere"), "nowhere"),

@@ -129,9 +129,13 @@ def analyze(
     )
     found, subject, opened = _examined(checkpoint, overrides, network, asked)
     settings = {k: v for k, v in dataclasses.asdict(asked).items() if k != "memory"}
+    options = {"shuffle": shuffle, "draws": draws, "class": of_class, "images": images}
+    options["network"] = network
+    words = [word for k, v in options.items() if v is not None for word in (f"--{k}", str(v))]
+    given = f" {shlex.join(words)}"
     values = with_origin(
         {"checkpoint": checkpoint.name, "asked": settings, **found.as_dict()},
-        command=f"deepmoe analyze {checkpoint.name}{as_typed(overrides)}",
+        command=f"deepmoe analyze {checkpoint.name}{as_typed(overrides)}{given}",
         seed=asked.seed,
         device=opened.device,
     )

@@ -177,7 +177,13 @@ def _shuffled(
     model: DeepMoE, batches: Batches, record: GateRecord, asked: Asked
 ) -> tuple[Shuffling | None, Shuffling | None]:
     labels, names = record.labels, record.class_names
-    if not record.gates or labels is None or len(np.unique(labels)) < 2:
+    if not record.gates or labels is None:
+        return None, None
+    if len(np.unique(labels)) < 2:
+        if asked.of_class is not None:
+            raise UserError(
+                f"gates of {asked.of_class} can't be shuffled: these images are all of one class"
+            )
         return None, None
     groups, seed = coarse_groups(names), asked.seed
     every = one = None

@@ -18,6 +18,7 @@ from deepmoe.hard_moe import refuse_experts
 from deepmoe.model import DeepMoE
 
 DRAWS = 20  # of the paper, for each image
+MOST_RUNS = 100_000_000  # of images under gates of others: days on a GPU
 LEAST_TOGETHER = 256  # images that run at a time: a class has few in a batch
 
 
@@ -140,8 +141,8 @@ def shuffle_gates(
         most: how many images of each class to shuffle; all of them if not given.
 
     Raises:
-        UserError: for a model without gates, or images without another class, or without the
-            one that is asked for, among them.
+        UserError: for a model without gates, for images without another class, or without the
+            one that is asked for, among them, and for more draws than anybody waits for.
     """
     refuse_experts(model, "it has no gates to shuffle")
     if not model.gated:
@@ -163,6 +164,11 @@ def shuffle_gates(
     chosen = _chosen(labels, None if only is None else names.index(only), most)
     if not chosen.any():
         raise UserError(f"none of these {len(labels):,} images is of the class {only}: take more")
+    if chosen.sum() * draws > MOST_RUNS:
+        raise UserError(
+            f"{chosen.sum():,} images with {draws:,} draws each are too many, the most is "
+            f"{MOST_RUNS:,} in all: take fewer draws or images"
+        )
     donors = _donors(labels, chosen, draws, seed)
     drawn, hits, followed = np.zeros((3, len(names), len(names)), dtype=np.int64)
     for image, donor, answers in _runs(model, batches, bank_NC, chosen, donors):
@@ -235,13 +241,16 @@ def _chosen(labels: np.ndarray, only: int | None, most: int | None) -> np.ndarra
 def _donors(labels: np.ndarray, chosen: np.ndarray, draws: int, seed: int) -> np.ndarray:
     """For each chosen image, the images whose gates it gets; (chosen images, draws)."""
     rng = np.random.default_rng(seed)
-    of_class = {int(label): np.flatnonzero(labels == label) for label in np.unique(labels)}
+    by_class = np.argsort(labels, kind="stable")  # images of a class lie side by side
+    counts = np.bincount(labels)
+    first = np.cumsum(counts) - counts
+    there = np.flatnonzero(counts)
     donors = np.zeros((int(chosen.sum()), draws), dtype=np.int64)
     for place, image in enumerate(np.flatnonzero(chosen)):
-        others = np.array([label for label in of_class if label != labels[image]])
-        rounds = [rng.permutation(others) for _ in range(-(-draws // len(others)))]
-        met = np.concatenate(rounds)[:draws]
-        donors[place] = [rng.choice(of_class[int(label)]) for label in met]
+        others = there[there != labels[image]]
+        rounds = np.tile(others, (-(-draws // len(others)), 1))
+        met = rng.permuted(rounds, axis=1).ravel()[:draws]
+        donors[place] = by_class[first[met] + rng.integers(counts[met])]
     return donors
 
 

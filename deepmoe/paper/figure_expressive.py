@@ -87,7 +87,7 @@ def plot(made: Made) -> Figure:
     for width in SHOWN_WIDTHS:
         misses = [log10_miss([width] * depth, [width // 2] * depth) for depth in depths]
         bound.plot(list(depths), misses, label=f"{width // 2} of {width} channels")
-    bound.set(xlabel="layers", ylabel="log10 of the probability to lose rank (the paper's bound)")
+    bound.set(xlabel="layers", ylabel="bound: log10 of the probability to lose rank")
     bound.legend(fontsize=8)
     for line in made.lines:
         found = made.measured.get(line["runs"][0], {}).get("layers", [])

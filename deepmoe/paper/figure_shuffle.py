@@ -12,6 +12,7 @@ from deepmoe.evaluation.shuffling import DRAWS, ClassShuffling, Shuffling, shuff
 from deepmoe.paper.measured import opened
 from deepmoe.paper.page import Column, Line, Made, Page, Row, Shown
 from deepmoe.paper.plan import Plan
+from deepmoe.paper.tables import shown
 
 DATA, NETWORK, CLASS = "cifar100", "vgg16", "dolphin"
 SHARE = 0.685  # of the channels: half of the dense MACs
@@ -59,9 +60,13 @@ def measure(path: Path, plan: Plan) -> Line:
 
 def _percent(found: ClassShuffling) -> Line:
     figures = {k: 100 * v for k, v in asdict(found).items() if isinstance(v, float)}
+    return {**_with_gap(figures), "group": found.group}
+
+
+def _with_gap(figures: Line) -> Line:
     if "in_group" in figures and "out_of_group" in figures:
-        figures["gap"] = figures["in_group"] - figures["out_of_group"]
-    return {**figures, "group": found.group}
+        return {**figures, "gap": figures["in_group"] - figures["out_of_group"]}
+    return figures
 
 
 def _under(found: Shuffling, groups: tuple[str, ...] | None) -> list[list[Any]]:
@@ -84,21 +89,18 @@ def more(made: Made) -> list[Shown]:
         by_group: dict[str, list[Line]] = {}
         for figures in (line for of_run in measured for line in of_run["classes"].values()):
             by_group.setdefault(figures.get("group") or "", []).append(figures)
-        if not by_group:
-            continue
-        keys = ("own", "in_group", "out_of_group", "gap")
-        cells = tuple(
-            (group, *(_mean([line.get(key) for line in lines]) for key in keys))
-            for group, lines in by_group.items()
-        )
-        header = ("category", *(column.title for column in PAGE.columns))
-        tables.append(Shown(f"By category, {recipe}", header, cells))
+        lines = [
+            {"labels": {"category": group}, "paper": {}, "seeds": len(measured), **_means(classes)}
+            for group, classes in by_group.items()
+        ]
+        if lines:
+            tables.append(shown(f"By category, {recipe}", PAGE.columns, lines))
     return tables
 
 
-def _mean(values: list[float | None]) -> str:
-    there = [value for value in values if value is not None]
-    return f"{np.mean(there):.2f} %" if there else "-"
+def _means(lines: list[Line]) -> Line:
+    found = {key: [line[key] for line in lines if key in line] for key in SHARES}
+    return _with_gap({key: float(np.mean(values)) for key, values in found.items() if values})
 
 
 def _measured(made: Made) -> dict[str, list[Line]]:

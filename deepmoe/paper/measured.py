@@ -36,8 +36,8 @@ def kept(checkpoint: Path, name: str, like: Like, measure: Callable[[], Line]) -
     """
     if not checkpoint.exists():
         raise UserError(
-            f"{name} needs {checkpoint}, which is gone though the run's result is there: to train "
-            "it again, remove its line of runs.jsonl, and those of runs that start or learn from it"
+            f"{checkpoint} is gone though the run's result is there: to train it again, remove "
+            "its line of runs.jsonl, and those of runs that start or learn from it"
         )
     path = checkpoint.with_name(f"{name}.json")
     if is_newer(path, checkpoint):

@@ -1,4 +1,4 @@
-"""Plots of tables and figures: ours as filled points, the paper's as hollow ones."""
+"""Plots of tables and figures: ours as filled points, the paper's hollow, or as dotted lines."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -56,13 +56,18 @@ def _points(
         if ours:
             axes.plot([x / 1e6 for x, _ in ours], [y for _, y in ours], label=name, **style)
         theirs = sorted(
-            (p["paper"].get("macs", p.get("macs")), p["paper"][key])
+            (p["paper"]["macs"], p["paper"][key])
             for p in points
-            if key in p["paper"] and ("macs" in p["paper"] or "macs" in p)
+            if key in p["paper"] and "macs" in p["paper"]
         )
         if theirs:
             x, y = [x / 1e6 for x, _ in theirs], [y for _, y in theirs]
             axes.plot(x, y, linestyle=":", fillstyle="none", label=f"{name}, paper", **style)
+        # Without its MACs, a figure has no place from left to right.
+        heights = {p["paper"].get(key) for p in points if "macs" not in p["paper"]} - {None}
+        for height in sorted(heights):
+            line: dict[str, Any] = {"linestyle": ":", "linewidth": 1, "color": style["color"]}
+            axes.axhline(height, label="paper, in the colour of its row: MACs not given", **line)
 
 
 def bars(lines: Sequence[Line], keys: dict[str, str], unit: str) -> Figure:

@@ -37,7 +37,8 @@ class Source:
         """The places in words."""
         if Path(root).is_file():
             return root
-        return f"{', '.join(str(Path(root, name)) for name in self.folders)} and {root} itself"
+        places = ", ".join(str(Path(root, name)) for name in self.folders)
+        return f"{places} and {root or Path()} itself"
 
 
 _ARCHIVE = "its published archive, unpacked (the python or the binary one)"

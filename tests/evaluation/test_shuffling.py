@@ -87,6 +87,8 @@ def test_draws_repeat_themselves_and_can_be_of_one_class(model, batches) -> None
         shuffle_gates(model, batches, NAMES, only="emu")
     with pytest.raises(UserError, match="none of these 30 images is of the class owl: take more"):
         shuffle_gates(model, batches, (*NAMES, "owl"), only="owl")
+    with pytest.raises(UserError, match="draws each are too many"):
+        shuffle_gates(model, batches, NAMES, draws=10**9)
 
 
 def test_what_has_no_gates_or_classes_is_refused(model, batches) -> None:

@@ -118,7 +118,8 @@ def test_gates_are_shuffled_in_the_networks_of_all_seeds() -> None:
     rows = [{"curve": "ours", "runs": ["a", "b", "missing"]}, {"curve": "literal", "runs": ["c"]}]
     made = Made(Plan(SCALES["short"]), Path(), {}, {"a": measured(40), "b": measured(60)}, rows)
     (table,) = figure_shuffle.more(made)
-    assert table.cells == (("fish", "50.00 %", "25.00 %", "0.00 %", "-"),)
+    assert table.cells == (("fish", "50.00 %", "25.00 %", "0.00 %", "25.00", "2"),)
+    assert len(table.header) == len(table.cells[0])
     ours, literal = figure_shuffle.plot(made).axes
     assert [bar.get_height() for bar in ours.patches] == [50] and not literal.patches
 

@@ -33,6 +33,7 @@ def test_all_names_at_the_smoke_scale(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "next: deepmoe paper all --scale short" in result.stdout
     check_files(out)
     check_figures(out)
+    check_lost_checkpoint(out, smoke)
     results = read_results(out / RESULTS_NAME)
     before = (out / "table-cifar.md").read_text()
 
@@ -84,6 +85,8 @@ def check_files(out: Path) -> None:
         assert values["rows"] and all(
             label in text for row in values["rows"] for label in row["labels"].values()
         )
+        for table in values["tables"]:
+            assert {len(cells) for cells in table["cells"]} == {len(table["header"])}, name
         finished = [row for row in values["rows"] if row["runs"]]
         assert all(row["seeds"] == len(row["runs"]) == 1 for row in finished)
 
@@ -160,6 +163,20 @@ def check_other_data(out: Path, smoke: tuple[object, ...]) -> None:
     assert values["shortened"].startswith("thin networks")
 
 
+def check_lost_checkpoint(out: Path, smoke: tuple[object, ...]) -> None:
+    """What the command says to do does train the run again."""
+    (out / "runs" / "cifar100-vgg16-literal-seed0" / "last.safetensors").unlink()
+    before = json.loads((out / "table-memory.json").read_text())["values"]["rows"]
+    assert "is gone though the run's result is there" in told(paper("table-memory", *smoke))
+    lines = (out / RESULTS_NAME).read_text().splitlines(keepends=True)
+    kept = [line for line in lines if '"run": "cifar100-vgg16-literal-seed0"' not in line]
+    assert len(kept) == len(lines) - 1
+    (out / RESULTS_NAME).write_text("".join(kept))
+    assert paper("table-memory", *smoke).exit_code == 0
+    after = json.loads((out / "table-memory.json").read_text())["values"]["rows"]
+    assert [row["error"] for row in after] == [row["error"] for row in before]
+
+
 def check_refusals(out: Path, smoke: tuple[object, ...]) -> None:
     """What another call makes of settings that changed, and of files that were damaged."""
     epochs = paper("table-memory", *smoke, "--set", "train.epochs=2")
@@ -176,7 +193,7 @@ def check_refusals(out: Path, smoke: tuple[object, ...]) -> None:
     (run / "table-memory.json").unlink()
     check_other_figures(out, smoke)
     (run / "last.safetensors").unlink()
-    assert "which is gone" in told(paper("table-memory", *smoke))
+    assert "is gone though" in told(paper("table-memory", *smoke))
     # A page that can't be made does not stop the others.
     both = paper("table-memory", "figure-rnp", *smoke, "--no-train")
     assert "table-memory: " in told(both) and "figure-rnp: error against MACs" in both.stdout
