@@ -179,16 +179,16 @@ def shuffle_small_table() -> str:
         cells = [
             f"{100 * run[images][share]:.1f} %"
             for images in ("all", "dolphin")
-            for share in ("own", "in_group", "out_of_group")
+            for share in ("own", "in_group", "out_of_group", "followed")
         ]
         shares = [f"{run['evaluation'][key]:.0%}" for key in ("embedding_accuracy", "macs_share")]
         rows.append((f"`{name}`", *shares, *cells))
     header = ["run", "embedding", "MACs, of dense"]
-    header += [f"{images}: {gates}" for images in ("all", "dolphin") for gates in ("own", *OTHERS)]
+    header += [f"{images}: {gates}" for images in ("all", "dolphin") for gates in GATES]
     return f"{markdown_table(header, rows)}\n\n{origin(found)}"
 
 
-OTHERS = ("same", "other")  # coarse categories that gates are taken from
+GATES = ("own", "same", "other", "follows")  # whose they are; how often the answer is their class
 
 
 def curve_table(name: str, runs: Iterable[str], ending: str = "") -> str:
