@@ -132,7 +132,7 @@ def _next(names: tuple[str, ...], scale: str, done: "Finished") -> str:
 def _print_plan(workshop: "Workshop", as_json: bool) -> None:
     from deepmoe.sweep import read_results
 
-    done = read_results(workshop.results)
+    done, left = read_results(workshop.results), {run.name for run in workshop.to_train()}
     runs = [
         {
             "run": run.name,
@@ -140,18 +140,22 @@ def _print_plan(workshop: "Workshop", as_json: bool) -> None:
             "batch size": run.config.train.batch_size,
             "after": list(dict.fromkeys(run.needs)),
             "done": run.name in done,
+            "to train": run.name in left,
         }
         for run in workshop.plan.grid(1).in_order
     ]
     if as_json:
         say(json.dumps(runs, indent=2))
         return
-    header = ("run", "epochs", "batch size", "after", "done")
-    cells = [[_short(line[key]) for key in header] for line in runs]
-    print_table(header, cells)
-    left = [line for line in runs if not line["done"]]
-    epochs = sum(int(str(line["epochs"])) for line in left)
-    say(f"{len(left)} of {len(runs)} runs to train, {epochs:,} epochs in all")
+    header = ("run", "epochs", "batch size", "after", "done", "to train")
+    print_table(header, [[_short(line[key]) for key in header] for line in runs])
+    waiting = [line for line in runs if line["to train"]]
+    again = sum(bool(line["done"]) for line in waiting)
+    epochs = sum(int(str(line["epochs"])) for line in waiting)
+    say(f"{len(waiting)} of {len(runs)} runs to train, {epochs:,} epochs in all")
+    if again:
+        them = "them is" if again == 1 else "them are"
+        say(f"{again} of {them} done, but others start or learn from weights that are gone")
 
 
 def _short(value: object) -> str:

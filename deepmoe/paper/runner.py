@@ -23,7 +23,15 @@ from deepmoe.paper.scales import FULL, SHORT, Scale
 from deepmoe.paper.smoke_data import make_smoke_data
 from deepmoe.paper.tables import line_of, run_figures, shown
 from deepmoe.results import markdown_table, with_origin
-from deepmoe.sweep import RESULTS_NAME, RunResult, check_settings, read_results, sweep
+from deepmoe.sweep import (
+    RESULTS_NAME,
+    Run,
+    RunResult,
+    check_settings,
+    read_results,
+    sweep,
+    to_train,
+)
 from deepmoe.sweep.schedule import Job
 from deepmoe.sweep.steps import Following, last_checkpoint
 
@@ -115,6 +123,10 @@ class Workshop:
     def results(self) -> Path:
         """File of one line a run."""
         return self.out / RESULTS_NAME
+
+    def to_train(self) -> list[Run]:
+        """What `train` would train, as things are now."""
+        return to_train(self.plan.grid(1), self.runs.resolve(), self.results)
 
     def train(self, *, command: str, jobs: int = 1, ray: str | None = None) -> None:
         """Trains what has no result yet; thin networks in this process, unless several at once.

@@ -2,7 +2,7 @@
 
 from deepmoe.sweep.grid import Grid, Run, grid_name, read_grid
 from deepmoe.sweep.results import RESULTS_NAME, RunResult, read_results
-from deepmoe.sweep.runner import check_settings, sweep
+from deepmoe.sweep.runner import check_settings, sweep, to_train
 from deepmoe.sweep.summary import summary
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "read_results",
     "summary",
     "sweep",
+    "to_train",
 ]

@@ -50,7 +50,8 @@ def sweep(
     """
     out, jobs = out.resolve(), jobs or grid.jobs
     with exclusive(out):
-        waiting = _waiting(grid, out, results)
+        waiting = to_train(grid, out, results)
+        _check_free(waiting, out)
         # What can be done afterwards comes first: a sweep that is stopped has then done most of it.
         runs = steps_of(waiting, out, results, command=command, views=grid.views)
         steps: list[Step] = [*afterwards, *runs]
@@ -89,10 +90,13 @@ def check_settings(grid: Grid, out: Path, results: Path) -> None:
             )
 
 
-def _waiting(grid: Grid, out: Path, results: Path) -> list[Run]:
+def to_train(grid: Grid, out: Path, results: Path) -> list[Run]:
     """Runs without a result, and those whose checkpoints they need but are not there any more.
 
     They stay in the grid's order: of a sweep that is stopped, the first runs are to be done.
+
+    Raises:
+        UserError: for results or runs of other settings.
     """
     done = read_results(results)
     _check_results(grid, done, results)
@@ -101,7 +105,6 @@ def _waiting(grid: Grid, out: Path, results: Path) -> list[Run]:
         _check_begun(run, out)
         needed = [r for r in grid.runs if r.name in run.needs and r not in waiting]
         waiting += [r for r in needed if not _is_trained(r, out)]
-    _check_free(waiting, out)
     return [run for run in grid.runs if run in waiting]
 
 

@@ -24,6 +24,8 @@ from deepmoe.paper.table_imagenet_wide import RESNET101_MACS
 from deepmoe.paper.table_imagenet_wide import WIDE as IMAGENET
 from deepmoe.paper.table_widening import STRATEGIES
 from deepmoe.paper.tables import line_of, run_figures, shown
+from deepmoe.sweep import RESULTS_NAME
+from deepmoe.sweep.results import add_result
 
 
 def paper(*arguments: object) -> Result:
@@ -76,10 +78,35 @@ def test_the_plan_says_what_would_be_trained(tmp_path: Path, monkeypatch) -> Non
     assert result.exit_code == 0, result.output
     runs = {line["run"]: line for line in json.loads(result.stdout)}
     ours = runs[OURS_RUN]
-    assert ours["epochs"] == 9 + 1 and not ours["done"]
+    assert ours["epochs"] == 9 + 1 and not ours["done"] and ours["to train"]
     assert set(ours["after"]) == {name for name in runs if "dense" in name}
     assert "runs to train" in paper("figure-shuffle", "--dry-run").stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_the_plan_tells_of_runs_that_are_done_and_trained_again_for_their_weights(
+    tmp_path: Path,
+) -> None:
+    """As in a folder that only the results were kept of."""
+    arguments = ("table-memory", "--dry-run", "--scale", "smoke", "--out", tmp_path)
+    runs = plan_of("smoke", "table-memory", made_up=str(tmp_path / "data")).runs
+    for name in ("cifar100-vgg16-dense-seed0", "cifar100-vgg16-literal-seed0"):
+        metrics = [{"epoch": 2, "accuracy": 0.5}]
+        written = tmp_path / RESULTS_NAME
+        add_result(written, runs[name], metrics, command="test", origin={"hardware": "a test"})
+    shown_plan = paper(*arguments, "--json")
+    assert shown_plan.exit_code == 0, shown_plan.output
+    lines = {line["run"]: line for line in json.loads(shown_plan.stdout)}
+    dense, literal = (
+        lines.pop("cifar100-vgg16-dense-seed0"),
+        lines.pop("cifar100-vgg16-literal-seed0"),
+    )
+    assert dense["done"] and dense["to train"]  # ours starts from it
+    assert literal["done"] and not literal["to train"]  # nothing needs its weights
+    assert lines and all(line["to train"] and not line["done"] for line in lines.values())
+    told = paper(*arguments).stdout
+    assert f"{len(lines) + 1} of {len(lines) + 2} runs to train" in told
+    assert "1 of them is done, but" in told
 
 
 OURS_RUN = "cifar100-vgg16-ours-68.5-seed0"
