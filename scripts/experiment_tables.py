@@ -12,8 +12,8 @@ from deepmoe.sweep import RunResult, summary
 from deepmoe.sweep.grid import group_of
 
 
-def sweep_table(name: str) -> str:
-    """Mean and deviation of each run of a sweep."""
+def sweep_table(name: str, **shares: str) -> str:
+    """Mean and deviation of each run of a sweep; further shares by the titles of their columns."""
     rows = [
         (
             row["run"],
@@ -22,12 +22,13 @@ def sweep_table(name: str) -> str:
             f"{row['evaluation_loss']:.3f}",
             percent(row, "train_accuracy"),
             format_macs(row["macs"]),
+            *(percent(row, share) for share in shares.values()),
         )
         for row in rows_of(name).values()
     ]
     results = runs_of(name).values()
     (images,) = evaluated_on(name)
-    header = ["run", "seeds", f"accuracy ({images})", "loss", "training accuracy", "MACs"]
+    header = ["run", "seeds", f"accuracy ({images})", "loss", "training accuracy", "MACs", *shares]
     parts = [markdown_table(header, rows), origin(*(result.line for result in results))]
     gone = ", ".join(dict.fromkeys(text for result in results for text in _gone(result)))
     return "\n\n".join(
@@ -53,6 +54,30 @@ def percent(row: dict[str, Any], key: str) -> str:
     """A share with its deviation over seeds, if there are several."""
     spread = f" ± {100 * row[f'{key}_deviation']:.2f}" if f"{key}_deviation" in row else ""
     return f"{100 * row[key]:.2f}%{spread}"
+
+
+def wide_resnets_table() -> str:
+    """What each network of the sweep is, and its figures."""
+    results = runs_of("wide_resnets").values()
+    settings = {group_of(result.name): result.settings for result in results}
+    rows = []
+    for run, row in rows_of("wide_resnets").items():
+        model, train = settings[run]["model"], settings[run]["train"]
+        rows.append(
+            (
+                f"`{run}`",
+                model["name"],
+                settings[run]["data"]["name"],
+                f"{model['wide']:g}",
+                "yes" if model["gates"] != "none" else "no",
+                "yes" if train.get("teacher") else "no",
+                percent(row, "accuracy"),
+                format_macs(row["macs"]),
+                row["seeds"],
+            )
+        )
+    header = ["run", "network", "data", "width", "gates", "teachers", "accuracy", "MACs", "seeds"]
+    return f"{markdown_table(header, rows)}\n\n{origin(*(result.line for result in results))}"
 
 
 def quickstart_table() -> str:

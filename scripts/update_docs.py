@@ -65,6 +65,7 @@ from experiment_tables import (
     quickstart_table,
     shuffle_small_table,
     sweep_table,
+    wide_resnets_table,
 )
 from matplotlib.figure import Figure
 from paper_tables import FIGURES as PAPER_FIGURES
@@ -116,6 +117,12 @@ PARTS: dict[str, Callable[[], str]] = {
     "literal_small": partial(literal_table, "literal_small"),
     "literal_cifar100": partial(literal_table, "literal_cifar100"),
     "shuffle_small": shuffle_small_table,
+    "shuffle_full": partial(
+        sweep_table,
+        "shuffle_full",
+        **{"of dense MACs": "macs_share", "embedding's accuracy": "embedding_accuracy"},
+    ),
+    "wide_resnets": wide_resnets_table,
     "models": models_table,
     "quickstart": quickstart_table,
     "headline": headline_table,

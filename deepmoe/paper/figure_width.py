@@ -45,7 +45,7 @@ PAGE = Page(
     notes=(
         "The paper has this as a picture without figures. It says that DeepMoE is more accurate "
         "and cheaper than the plain widened network, and the more so the wider it is. Ours "
-        "costs as much as the network of normal width (728 M MACs), the first row.",
+        "costs as much as the network of normal width (728 M MACs).",
         MORE_TRAINING,
     ),
 )

@@ -1,0 +1,155 @@
+"""Gates of other classes, where gates say the category of an image, but not its class.
+
+    python scripts/category_gates.py apart_last --data PATH --out FILE
+
+Trains a run of experiments/shuffle_small with an embedding that has a mixture weight for each
+category of CIFAR-100, and learns these. The figures are those that `deepmoe analyze` writes of it.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from result_files import EXPERIMENTS
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from deepmoe.compare.method import changed
+from deepmoe.config import RunConfig
+from deepmoe.data import DataInfo, DataSource, open_data
+from deepmoe.data.augment import look_at, random_views
+from deepmoe.data.cifar import read_cifar
+from deepmoe.data.coarse_groups import coarse_groups
+from deepmoe.data.split import Split
+from deepmoe.devices import choose_device
+from deepmoe.evaluation.findings import Asked, examine
+from deepmoe.files import write_atomically
+from deepmoe.model import DeepMoE
+from deepmoe.results import with_origin
+from deepmoe.sweep import read_grid
+from deepmoe.training.fit import fit
+from deepmoe.training.model_and_optimizer import make_model
+
+GRID = EXPERIMENTS / "shuffle_small" / "grid.toml"
+SHUFFLED, OF_CLASS = 2000, "dolphin"
+SHARPNESS = 20.0  # logit of a class whose category has all of the mixture weight
+
+
+def places_of(categories: Sequence[str]) -> Tensor:
+    """Of each class, the number of its category; (classes,)."""
+    names = sorted(set(categories))
+    return torch.tensor([names.index(name) for name in categories])
+
+
+class CategoryClassifier(nn.Module):
+    """From a mixture weight for each category to logits of the classes; learns nothing.
+
+    By the classes' cross-entropy, the weights then learn categories: classes of one are alike.
+    """
+
+    def __init__(self, categories: Sequence[str]) -> None:
+        super().__init__()
+        weight_CD = SHARPNESS * F.one_hot(places_of(categories)).float()
+        # Buffers, which no optimizer sees, under the names of a linear layer's parameters: the
+        # checkpoint is one of an ordinary latent embedding.
+        self.register_buffer("weight", weight_CD)
+        self.register_buffer("bias", torch.zeros(len(categories)))
+
+    def forward(self, e_BD: Tensor) -> Tensor:
+        """Logits of the classes."""
+        return F.linear(e_BD, self.weight, self.bias)
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Normalised images, each in a new view every time if they are to be learned from."""
+
+    def __init__(self, split: Split, info: DataInfo, config: RunConfig, *, learned: bool) -> None:
+        self.split, self.data, self.learned = split, config.data, learned
+        self.mean_CHW, self.std_CHW = (
+            torch.tensor(values)[:, None, None] for values in (info.mean, info.std)
+        )
+        self.generator = torch.Generator().manual_seed(config.train.seed)
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        """A batch at once, which a loader asks for where it can."""
+        x_BCHW = self.split.images[indices]
+        if self.learned:
+            padding = self.data.crop_padding
+            views = random_views(len(indices), padding, self.data.mirror, self.generator)
+            x_BCHW = look_at(x_BCHW, views, padding)
+        x_BCHW = (x_BCHW / 255 - self.mean_CHW) / self.std_CHW
+        return list(zip(x_BCHW, self.split.labels[indices].tolist(), strict=True))
+
+
+def trained(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Trains the run with an embedding of categories, shuffles its gates, and tells the figures."""
+    source = open_data(config.data, batch_size=config.train.batch_size)
+    categories = coarse_groups(source.info.class_names)
+    assert categories is not None, "CIFAR-100 has categories"
+    latent = {"embedding.form": "latent", "embedding.dim": len(set(categories))}
+    config = changed(config, {**latent, "data.workers": 0})
+    model = make_model(config, source.info, choose_device())
+    model.embedding.classifier = CategoryClassifier(categories)
+    train, test, _ = read_cifar(config.data.root, config.data.name)
+    images, checked = (
+        Images(split, source.info, config, learned=split is train) for split in (train, test)
+    )
+    fit(model, images, checked, config, folder, info=source.info)
+    found = examine(model, source, Asked(shuffled=SHUFFLED, of_class=OF_CLASS)).as_dict()
+    evaluation, routes = found["evaluation"], found["routes"]
+    shuffled = {"all": found["shuffling"], OF_CLASS: found["class_shuffling"]}
+    return {
+        "evaluation": {
+            **{key: evaluation[key] for key in ("accuracy", "macs_share", "images")},
+            "embedding_accuracy": category_accuracy(model, source, categories),
+        },
+        "routes": {key: routes[key] for key in ("distinct", "images")},
+        **{name: shuffling["all"] for name, shuffling in shuffled.items()},
+        "draws": {name: shuffling["draws"] for name, shuffling in shuffled.items()},
+    }
+
+
+@torch.no_grad()
+def category_accuracy(model: DeepMoE, source: DataSource, categories: Sequence[str]) -> float:
+    """For how many of the evaluation images the embedding is right about the category."""
+    place_of_class, right = places_of(categories), []
+    model.eval()
+    for x_BCHW, labels_B in source.evaluation:
+        e_BD, _ = model.embedding(x_BCHW.to(choose_device()))
+        right.append(e_BD.argmax(dim=1).cpu() == place_of_class[labels_B.cpu()])
+    return torch.cat(right).double().mean().item()
+
+
+def main() -> None:
+    """Trains one run, and writes its figures to a file."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("run", help="name of a run in experiments/shuffle_small/grid.toml")
+    parser.add_argument("--data", default="data", help="folder of CIFAR-100")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    asked = parser.parse_args()
+    (run,) = [run for run in read_grid(GRID).runs if run.group == asked.run]
+    config = changed(run.config, {"data.root": asked.data})
+    with tempfile.TemporaryDirectory() as folder:
+        found = trained(config, Path(folder) / "run")
+    result = with_origin(
+        found,
+        command=f"python scripts/category_gates.py {asked.run}",
+        seed=config.train.seed,
+        device=choose_device(),
+    )
+    write_atomically(asked.out, (json.dumps(result, indent=2) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()
