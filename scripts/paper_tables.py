@@ -94,7 +94,8 @@ def more_results() -> str:
     """The same with all tables of each name."""
     made = _made()
     parts = [f"## {name}\n\n{_section(name, made[name], whole=True)}" for name in made]
-    from_there = "\n\n".join(parts).replace("](../experiments/", "](../")
+    from_there = "\n\n".join(parts).replace(f"](../experiments/{FOLDER}/README.md#", "](#")
+    from_there = from_there.replace("](../experiments/", "](../")
     return re.sub(r"\]\((?=[\w-]+\.(md|png|svg))", "](../../docs/", from_there)
 
 
