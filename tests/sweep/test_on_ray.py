@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from test_sweep import TINY, lines_of, write
+from small_sweeps import TINY, lines_of, write
 
 from deepmoe.checkpoint import load_checkpoint
 from deepmoe.cli import main
