@@ -144,13 +144,7 @@ def shuffle_gates(
         UserError: for a model without gates, for images without another class, or without the
             one that is asked for, among them, and for more draws than anybody waits for.
     """
-    refuse_experts(model, "it has no gates to shuffle")
-    if not model.gated:
-        raise UserError("a network without gates has none to shuffle")
-    if draws < 1 or (most is not None and most < 1):
-        raise UserError("shuffling takes at least one draw an image, and one image a class")
-    if seed < 0:
-        raise UserError(f"a seed is a whole number from 0 on, not {seed}")
+    _check_asked(model, draws, seed, most)
     names = tuple(class_names)
     if groups is not None and len(groups) != len(names):
         raise UserError(f"there are {len(names)} classes, and {len(groups)} groups for them")
@@ -169,8 +163,8 @@ def shuffle_gates(
             f"{chosen.sum():,} images with {draws:,} draws each are too many, the most is "
             f"{MOST_RUNS:,} in all: take fewer draws or images"
         )
-    donors = _donors(labels, chosen, draws, seed)
     drawn, hits, followed = np.zeros((3, len(names), len(names)), dtype=np.int64)
+    donors = _donors(labels, chosen, draws, seed)
     for image, donor, answers in _runs(model, batches, bank_NC, chosen, donors):
         pair = labels[image], labels[donor]
         np.add.at(drawn, pair, 1)
@@ -187,6 +181,17 @@ def shuffle_gates(
         right=hits,
         followed=followed,
     )
+
+
+def _check_asked(model: DeepMoE, draws: int, seed: int, most: int | None) -> None:
+    """Refuses what no data could be shuffled by."""
+    refuse_experts(model, "it has no gates to shuffle")
+    if not model.gated:
+        raise UserError("a network without gates has none to shuffle")
+    if draws < 1 or (most is not None and most < 1):
+        raise UserError("shuffling takes at least one draw an image, and one image a class")
+    if seed < 0:
+        raise UserError(f"a seed is a whole number from 0 on, not {seed}")
 
 
 def _bank(model: DeepMoE, batches: Batches) -> tuple[Tensor, np.ndarray, np.ndarray]:
