@@ -257,6 +257,7 @@ class _File:
             raise UserError(f"no checkpoint at {path}")
         self.path = path
         try:
+            path.open("rb").close()  # safetensors takes what it may not read for missing
             with safe_open(path, framework="pt") as file:
                 self.header: dict[str, str] = file.metadata() or {}
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -264,6 +265,8 @@ class _File:
                     name: (torch.Size(s.get_shape()), DTYPES.get(s.get_dtype()))
                     for name, s in slices.items()
                 }
+        except PermissionError as error:
+            raise UserError(f"cannot read checkpoint {path}: {reason(error)}") from error
         except (SafetensorError, OSError) as error:
             raise UserError(f"checkpoint {path} is damaged, or not a safetensors file") from error
         if self.header.get("format") != FORMAT:

@@ -1,3 +1,4 @@
+import errno
 import json
 import struct
 from pathlib import Path
@@ -63,6 +64,15 @@ def test_no_draft_is_left_behind(saved) -> None:
 def test_damaged_files_are_named(saved, keep: int) -> None:
     saved.write_bytes(saved.read_bytes()[:keep])
     with pytest.raises(UserError, match="is damaged, or not a safetensors file"):
+        load_checkpoint(saved)
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(saved, monkeypatch) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", closed)
+    with pytest.raises(UserError, match="cannot read checkpoint .*: Permission denied"):
         load_checkpoint(saved)
 
 

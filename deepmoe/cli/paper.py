@@ -132,7 +132,7 @@ def _next(names: tuple[str, ...], scale: str, done: "Finished") -> str:
 def _print_plan(workshop: "Workshop", as_json: bool) -> None:
     from deepmoe.sweep import read_results
 
-    done, left = read_results(workshop.results), {run.name for run in workshop.to_train()}
+    done, left = read_results(workshop.results), {run.name: run for run in workshop.to_train()}
     runs = [
         {
             "run": run.name,
@@ -151,7 +151,7 @@ def _print_plan(workshop: "Workshop", as_json: bool) -> None:
     print_table(header, [[_short(line[key]) for key in header] for line in runs])
     waiting = [line for line in runs if line["to train"]]
     again = sum(bool(line["done"]) for line in waiting)
-    epochs = sum(int(str(line["epochs"])) for line in waiting)
+    epochs = sum(workshop.epochs_left(run) for run in left.values())
     say(f"{len(waiting)} of {len(runs)} runs to train, {epochs:,} epochs in all")
     if again:
         them = "them is" if again == 1 else "them are"

@@ -15,7 +15,7 @@ from deepmoe.graph.graph import Graph, Group, Layer
 from deepmoe.graph.image_sizes import size_is_fixed, takes
 from deepmoe.graph.network_checks import check_arguments, check_calls, check_weights
 from deepmoe.graph.removal_trials import wrong_after_removal
-from deepmoe.graph.shapes import BATCH
+from deepmoe.graph.shapes import blank
 from deepmoe.progress import progress
 
 SMALL = 64  # pixels a side: enough to tell channels apart, and quick
@@ -65,7 +65,7 @@ def build(
         # Numbers are real ones, also where somebody makes networks without weights.
         with torch._C.DisableTorchFunction():
             channels = Channels(skeleton, program)
-            logits = channels.run(torch.empty(BATCH, colours, *small, device="meta"))
+            logits = channels.run(blank(colours, small))
             described = _described(channels, counted)
             graph = Graph(
                 program=program,

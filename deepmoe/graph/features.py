@@ -7,7 +7,7 @@ from torch import fx
 
 from deepmoe.errors import UserError
 from deepmoe.graph.graph import Graph
-from deepmoe.graph.shapes import BATCH, Shapes
+from deepmoe.graph.shapes import Shapes, blank
 
 
 def without_classifier(graph: Graph) -> Graph:
@@ -22,7 +22,7 @@ def without_classifier(graph: Graph) -> Graph:
     read = next(node for node in graph.program.nodes if node.name == last.node).args[0]
     shapes = Shapes(graph.skeleton, graph.program)
     with torch._C.DisableTorchFunction():  # as `build` does: where others make networks of none
-        shapes.run(torch.empty(BATCH, graph.colours, *graph.tried_size, device="meta"))
+        shapes.run(blank(graph.colours, graph.tried_size))
     shape = shapes.env[read].shape if isinstance(read, fx.Node) else torch.Size()
     if last.is_conv or len(shape) != 2 or len(last.outs) != graph.classes:
         raise UserError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from deepmoe.graph.capture import evaluation_mode, one_tensor
-from deepmoe.graph.shapes import BATCH, Shapes
+from deepmoe.graph.shapes import Shapes, blank
 
 OTHER_SIZES = ((9, 6), (32, 64))  # more than the images that a network is captured with
 LEAST_TRIED = 16  # pixels a side, of smaller images
@@ -72,5 +72,5 @@ def shapes_of(
 ) -> dict[str, torch.Size]:
     """The shape of each node's value, for a batch of images of this size."""
     shapes = Shapes(skeleton, program)
-    shapes.run(torch.empty(BATCH, colours, *size, device="meta"))
+    shapes.run(blank(colours, size))
     return {n.name: value.shape for n, value in shapes.env.items() if isinstance(value, Tensor)}

@@ -10,7 +10,7 @@ from deepmoe.graph.channel_numbers import tensors_in
 from deepmoe.graph.channels import Channels
 from deepmoe.graph.graph import Graph
 from deepmoe.graph.narrow import narrowed_skeleton
-from deepmoe.graph.shapes import BATCH
+from deepmoe.graph.shapes import blank
 
 _NONE = torch.zeros(0, dtype=torch.int64)
 # Which groups lose some, and whether these are every other one instead of the last ones.
@@ -53,7 +53,7 @@ def wrong_after_removal(graph: Graph, channels: Channels) -> set[str]:
 def _wrong_without(graph: Graph, channels: Channels, keep: Tensor) -> set[str]:
     small = Channels(narrowed_skeleton(graph, keep), graph.program)
     try:
-        small.run(torch.empty(BATCH, graph.colours, *graph.tried_size, device="meta"))
+        small.run(blank(graph.colours, graph.tried_size))
     except Exception:  # of anybody's code
         return _makers_before(channels, next(n for n in graph.program.nodes if n not in small.env))
     renamed = torch.full((graph.offsets[-1] + 1,), -1)  # numbers of the small network, by unit

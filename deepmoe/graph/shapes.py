@@ -2,12 +2,21 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from deepmoe.graph.operations import COPYING, NORMS, PAIRWISE, POINTWISE, name_of
 
 BATCH = 2  # images, as which numbers are sent
 SAME_SHAPE = NORMS | POINTWISE - COPYING
+
+
+def blank(colours: int, size: tuple[int, int]) -> Tensor:
+    """A batch of images without values, as skeletons take it: in single precision.
+
+    Whoever trains in double precision has made that the default.
+    """
+    return torch.empty(BATCH, colours, *size, device="meta", dtype=torch.float32)
 
 
 class Shapes(fx.Interpreter):

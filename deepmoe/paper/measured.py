@@ -11,7 +11,7 @@ import torch
 from deepmoe.checkpoint import Checkpoint, load_checkpoint
 from deepmoe.data import DataSource, open_data
 from deepmoe.devices import autocast, choose_device, choose_precision
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 from deepmoe.evaluation.batches import batches_for
 from deepmoe.files import is_newer, read_regular, write_atomically
 from deepmoe.paper.page import MOST, Like, Line
@@ -50,6 +50,8 @@ def kept(checkpoint: Path, name: str, like: Like, measure: Callable[[], Line]) -
 def _read(path: Path, like: Like) -> Line:
     try:
         found = json.loads(read_regular(path))
+    except PermissionError as error:
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
     except (OSError, ValueError, RecursionError):
         found = None
     if not fits(found, {FIGURES: like}):

@@ -55,6 +55,7 @@ class Plan:
         self._made_up = made_up
         self._seeds = None if seeds is None else tuple(seeds)
         self._infos: dict[str, DataInfo] = {}
+        self._images: dict[str, int] = {}  # of the data that is there, to evaluate on
         self._in_reach: set[str] = set()  # runs whose costs have been looked at
 
     @cached_property
@@ -93,13 +94,23 @@ class Plan:
         if data not in self._infos:
             source, config = SOURCES[data], self.data_config(data)
             try:
-                self._infos[data] = open_data(config, batch_size=2).info
+                opened = open_data(config, batch_size=2)
+                self._infos[data], self._images[data] = opened.info, opened.evaluation.images
             except UserError as error:
                 raise UserError(
                     f"{source.title} can't be used ({error}): with --set data.root=PATH, give "
                     f"{source.layout}; looked for in {source.looked_for(self.root)}"
                 ) from error
         return self._infos[data]
+
+    def images(self, data: str) -> int:
+        """How many images of it networks are evaluated on.
+
+        Raises:
+            UserError: as `open` does.
+        """
+        self.open(data)
+        return self._images[data]
 
     def data_config(self, data: str) -> DataConfig:
         """Where the images of all runs on this data come from."""

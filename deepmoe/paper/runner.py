@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepmoe.analysis.plots import drawn
-from deepmoe.checkpoint import read_info
+from deepmoe.checkpoint import read_info, read_progress
 from deepmoe.console import complain
 from deepmoe.devices import choose_device
 from deepmoe.errors import UserError
@@ -71,7 +71,7 @@ class Workshop:
         overrides: settings of all runs, as for `--set`.
         seeds: of all rows; as the scale says if not given.
         leave_out: whether pages without their data are left out, with a word on it.
-        look: whether to look for the data; without, nothing can be trained.
+        look: whether to look for the data; without, nothing can be trained or written.
         train: whether runs may be trained; if not, some have to be finished.
 
     Raises:
@@ -93,7 +93,8 @@ class Workshop:
     ) -> None:
         self.out, self.scale, self.overrides = out, scale, tuple(overrides)
         self.seeds = seeds
-        check_writable(out / RUNS_NAME)
+        if look:
+            check_writable(out / RUNS_NAME)
         made_up = out / DATA_NAME if scale.thin else None
         self.plan = Plan(scale, overrides, None if made_up is None else str(made_up), seeds)
         for data in dict.fromkeys(data for page in pages for data in page.data):
@@ -128,6 +129,11 @@ class Workshop:
         """What `train` would train, as things are now."""
         return to_train(self.plan.grid(1), self.runs.resolve(), self.results)
 
+    def epochs_left(self, run: Run) -> int:
+        """That are still to be trained, from the run's last checkpoint on."""
+        path, epochs = last_checkpoint(self.runs, run.name), run.config.train.total_epochs
+        return epochs - read_progress(path)[1].epoch if path.exists() else epochs
+
     def train(self, *, command: str, jobs: int = 1, ray: str | None = None) -> None:
         """Trains what has no result yet; thin networks in this process, unless several at once.
 
@@ -151,10 +157,18 @@ class Workshop:
             )
 
     def _check_data(self) -> None:
-        """Refuses a folder whose runs know other images than those that are there now."""
+        """Refuses a folder whose runs know other images than those that are there now.
+
+        Folders of images differ in nothing that checkpoints tell where their classes are the same,
+        but in how many images there are to evaluate on.
+        """
+        done = read_results(self.results)
         for run, data in self.plan.data_of.items():
             path = last_checkpoint(self.runs, run)
-            if path.exists() and read_info(path) != self.plan.open(data):
+            other = path.exists() and read_info(path) != self.plan.open(data)
+            if run in done and not done[run].figures.get("skipped_images"):
+                other |= done[run].figures.get("images") not in (None, self.plan.images(data))
+            if other:
                 raise UserError(
                     f"{path.parent} was trained on other images than those in "
                     f"{self.plan.root}: give another --out"

@@ -14,24 +14,26 @@ CIFAR_FILE = {"cifar10": 20, "cifar100": 100}  # images of a training file; of t
 TEST_IMAGES = 100
 FOLDER_IMAGES = {"train": 8, "val": 3}  # of a class
 PAIRS = {"train": 12, "test": 3}
+FOLDERS = (*CIFAR_FILE, "imagenet", "camvid")
 DONE = "made"  # a file that is written last
 SOME = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
 def make_smoke_data(root: Path) -> None:
     """Writes all data sets below a folder, unless they are there already."""
-    if (root / DONE).exists():
+    if (root / DONE).exists() and all((root / name).is_dir() for name in FOLDERS):
         return
     split, _, _ = read_digits(SIDE // 2)
     digits = [split.images[split.labels == digit, 0].numpy() for digit in range(10)]
     rng = np.random.default_rng(0)
+    cifar10, cifar100, imagenet, camvid = FOLDERS
     for name, names in (
-        ("cifar10", SOME),
-        ("cifar100", tuple(sorted(" ".join(CIFAR100.values()).split()))),
+        (cifar10, SOME),
+        (cifar100, tuple(sorted(" ".join(CIFAR100.values()).split()))),
     ):
         _write_cifar(root / name, name, names, digits, rng)
-    _write_folders(root / "imagenet", digits, rng)
-    _write_pairs(root / "camvid", digits, rng)
+    _write_folders(root / imagenet, digits, rng)
+    _write_pairs(root / camvid, digits, rng)
     (root / DONE).write_text("")
 
 

@@ -49,6 +49,7 @@ def sweep(
             while runs of a killed sweep still train, or for a cluster that can't train them.
     """
     out, jobs = out.resolve(), jobs or grid.jobs
+    _check_encodable(out)
     with exclusive(out):
         waiting = to_train(grid, out, results)
         _check_free(waiting, out)
@@ -106,6 +107,16 @@ def to_train(grid: Grid, out: Path, results: Path) -> list[Run]:
         needed = [r for r in grid.runs if r.name in run.needs and r not in waiting]
         waiting += [r for r in needed if not _is_trained(r, out)]
     return [run for run in grid.runs if run in waiting]
+
+
+def _check_encodable(out: Path) -> None:
+    """Refuses a folder that no configuration can name."""
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"cannot train in {str(out)!a}: settings are written in UTF-8, and this name can't be"
+        ) from error
 
 
 def _check_results(grid: Grid, done: Mapping[str, RunResult], path: Path) -> None:

@@ -123,10 +123,9 @@ def write_lessons(
     plain = _in_memory(loader)
     count = len(plain.split)
     images = ViewLoader(plain, views, seed, torch.arange(count), count)
-    heard = []
+    outputs_VNC = torch.empty(views, count, info.classes, dtype=torch.half)
     for number in followed(range(views), "teachers look", views, "views"):
-        heard.append(torch.cat([teachers(x_BCHW).half() for x_BCHW in images.view(number)]).cpu())
-    outputs_VNC = torch.stack(heard)
+        outputs_VNC[number] = torch.cat([teachers(x_BCHW) for x_BCHW in images.view(number)])
     if not bool(outputs_VNC.isfinite().all()):
         raise UserError("the teachers' outputs are not finite")
     header = {"format": FORMAT, "seed": str(seed), "looks": _looks(images, info)}

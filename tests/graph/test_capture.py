@@ -506,3 +506,14 @@ def test_gates_made_by_an_export_are_those_made_by_tracing() -> None:
     assert torch.equal(
         exported.gating(exported.network, x, ones), traced.gating(traced.network, x, ones)
     )
+
+
+def test_other_sizes_of_images_while_double_is_the_default() -> None:
+    """As in training with train.precision = "64-true"."""
+    model = deepmoe.create_model("resnet20", classes=10)
+    expected = dict(deepmoe.create_model("resnet20", classes=10).gating.graph.positions((40, 24)))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert model.gating.graph.positions((40, 24)) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)

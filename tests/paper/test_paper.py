@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from deepmoe.checkpoint import TrainState, save_checkpoint
 from deepmoe.cli import main
 from deepmoe.config import RunConfig
 from deepmoe.configured_models import model_from_config
 from deepmoe.costs import cost_matrix, count_costs, macs_of_counts
+from deepmoe.data import DataInfo
 from deepmoe.errors import UserError
 from deepmoe.paper import PAGES, SCALES, figure_shuffle, page_named, scale_named
 from deepmoe.paper.figure_expressive import log10_miss
@@ -107,6 +110,32 @@ def test_the_plan_tells_of_runs_that_are_done_and_trained_again_for_their_weight
     told = paper(*arguments).stdout
     assert f"{len(lines) + 1} of {len(lines) + 2} runs to train" in told
     assert "1 of them is done, but" in told
+
+
+def test_the_plan_counts_the_epochs_that_are_left(tmp_path: Path) -> None:
+    name, arguments = "cifar100-vgg16-dense-seed0", ("--scale", "smoke", "--out", tmp_path)
+
+    def epochs() -> int:
+        *_, words = paper("figure-expressive", "--dry-run", *arguments).stdout.split(" runs to ")
+        return int(words.split()[1])
+
+    before = epochs()
+    run = plan_of("smoke", "figure-expressive", made_up=str(tmp_path / "data")).runs[name]
+    model = model_from_config(run.config, 100, size=(32, 32))
+    info = DataInfo(tuple(f"class {i}" for i in range(100)), (32, 32), (0.5,) * 3, (0.5,) * 3)
+    folder = tmp_path / "runs" / name
+    folder.mkdir(parents=True)
+    save_checkpoint(folder / "last.safetensors", model, run.config, info, TrainState(epoch=1))
+    assert epochs() == before - 1
+
+
+def test_a_folder_that_can_not_be_named_in_settings_is_refused(tmp_path: Path) -> None:
+    result = paper(
+        "table-memory", "--scale", "smoke", "--out", os.fsdecode(b"%s/\xff" % bytes(tmp_path))
+    )
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert "UTF-8" in line
 
 
 OURS_RUN = "cifar100-vgg16-ours-68.5-seed0"

@@ -163,6 +163,14 @@ def check_other_data(out: Path, smoke: tuple[object, ...]) -> None:
     assert values["shortened"].startswith("thin networks")
 
 
+def check_fewer_images(out: Path, smoke: tuple[object, ...]) -> None:
+    """Of the same classes: nothing but their number tells them from those of the other runs."""
+    fewer = shutil.copytree(out / "data" / "imagenet", out.parent / "fewer_images")
+    next((fewer / "val").glob("*/*")).unlink()
+    other = told(paper("table-pruned-resnet50", *smoke, "--set", f"data.root={fewer}"))
+    assert "was trained on other images than those in" in other and "give another --out" in other
+
+
 def check_lost_checkpoint(out: Path, smoke: tuple[object, ...]) -> None:
     """What the command says to do does train the run again."""
     (out / "runs" / "cifar100-vgg16-literal-seed0" / "last.safetensors").unlink()
@@ -187,6 +195,10 @@ def check_refusals(out: Path, smoke: tuple[object, ...]) -> None:
     # How fast it runs is no such setting.
     assert paper("table-memory", *smoke, "--set", "data.workers=1").exit_code == 0
     check_other_data(out, smoke)
+    check_fewer_images(out, smoke)
+    # Made-up data that is gone in part is made again, and is the same.
+    shutil.rmtree(out / "data" / "cifar10")
+    assert paper("table-cifar", *smoke).exit_code == 0
     run = out / "runs" / "cifar100-vgg16-dense-seed0"
     (run / "table-memory.json").write_text('{"dense": ')
     assert "table-memory.json is damaged" in told(paper("table-memory", *smoke))

@@ -104,6 +104,20 @@ def test_each_batch_comes_with_what_the_teachers_say_of_its_pixels(
         assert torch.equal(torch.cat([b[2] for b in batches[2:]]), outputs_from(loader, epoch, 2))
 
 
+@pytest.mark.parametrize(("precision", "close"), [("64-true", 2e-3), ("bf16-mixed", 3e-2)])
+def test_teachers_of_any_precision_are_written_down(
+    precision: str, close: float, tmp_path: Path
+) -> None:
+    settings = (*DENSE, f"train.precision={precision}")
+    teacher = fit(tiny_config(*settings), tmp_path / "teacher", quiet=True).checkpoint
+    teach_from([teacher], 1, tmp_path / "lessons")
+    images, _, outputs = next(taught(tmp_path / "lessons").epoch(0))
+    model = load_checkpoint(teacher).model.eval()
+    with torch.no_grad():
+        said = model(model.as_input(images)).logits.to(outputs)
+    torch.testing.assert_close(outputs, said, rtol=close, atol=close)
+
+
 def outputs_from(loader: TaughtLoader, epoch: int, start: int) -> Tensor:
     return torch.cat([outputs for _, _, outputs in loader.epoch(epoch, start)])
 
