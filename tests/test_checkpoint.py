@@ -72,7 +72,7 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(saved, monkeypatch) -
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "open", closed)
-    with pytest.raises(UserError, match="cannot read checkpoint .*: Permission denied"):
+    with pytest.raises(UserError, match=r"cannot read checkpoint .*: Permission denied"):
         load_checkpoint(saved)
 
 
