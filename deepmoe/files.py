@@ -98,7 +98,8 @@ def check_writable(path: Path) -> None:
     """
     try:
         whole = path.absolute()
-        there = next(p for p in (*whole.parents, whole) if p.exists())  # the root has no parents
+        on_the_way = (*whole.parents, whole)  # the root has no parents
+        there = next(p for p in on_the_way if p.exists() or p.is_symlink())
         if not there.is_dir():
             raise UserError(f"cannot write {path}: {there} is not a folder")
         if not os.access(there, os.W_OK | os.X_OK):

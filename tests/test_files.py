@@ -17,6 +17,7 @@ from deepmoe.errors import UserError
 from deepmoe.files import (
     LOCK_NAME,
     check_replaceable,
+    check_writable,
     exclusive,
     write_atomically,
     write_together,
@@ -176,3 +177,11 @@ def test_a_name_as_long_as_names_can_be_is_written(tmp_path: Path, locks: bool) 
 def test_the_root_is_no_file() -> None:
     with pytest.raises(UserError, match="cannot write /: Is a directory"):
         check_replaceable(Path("/"), b"x")
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nothing"])
+def test_what_is_no_folder_on_the_way_to_a_file_is_named(kind: str, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.touch() if kind == "file" else there.symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="there is not a folder"):
+        check_writable(there / "inner" / "file")

@@ -10,7 +10,7 @@ from pathlib import Path
 from deepmoe.config import RunConfig, config_to_toml
 from deepmoe.console import complain
 from deepmoe.devices import choose_device
-from deepmoe.files import write_atomically
+from deepmoe.files import check_writable, write_atomically
 from deepmoe.results import origin
 from deepmoe.sweep.grid import LESSONS, Run, group_of, with_checkpoints
 from deepmoe.sweep.results import add_result, read_results
@@ -69,6 +69,7 @@ class Training:
     def begin(self) -> Job:
         """From its last checkpoint, if it has one that goes with what it starts from now."""
         folder = self.out / self.name
+        check_writable(folder / LOG_NAME)
         folder.mkdir(parents=True, exist_ok=True)
         self._drop_old(folder)
         path, config = folder / "sweep.toml", resolved(self.run, self.out)
