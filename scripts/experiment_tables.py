@@ -198,22 +198,29 @@ def _sums_first(reading: tuple[tuple[str, float, str], Any]) -> tuple[bool, floa
 
 
 def shuffle_small_table() -> str:
-    """Accuracy under gates of other classes: a row for each network."""
-    found, rows = experiment("shuffle_small/shuffling"), []
-    for name, run in found["values"].items():
-        cells = [
-            f"{100 * run[images][share]:.1f} %"
-            for images in ("all", "dolphin")
-            for share in ("own", "in_group", "out_of_group", "followed")
-        ]
-        shares = [f"{run['evaluation'][key]:.0%}" for key in ("embedding_accuracy", "macs_share")]
-        rows.append((f"`{name}`", *shares, *cells))
-    header = ["run", "embedding", "MACs, of dense"]
-    header += [f"{images}: {gates}" for images in ("all", "dolphin") for gates in GATES]
-    return f"{markdown_table(header, rows)}\n\n{origin(found)}"
+    """Accuracy under gates of other classes: a row for each network, all images and dolphins."""
+    found = [experiment("shuffle_small/shuffling")]
+    runs = dict(found[0]["values"])
+    for name in MEASURED_APART:
+        found.append(experiment(f"shuffle_small/{name}"))
+        runs[name] = found[-1]["values"]
+    parts = []
+    for images, title in (("all", "Images of all classes"), ("dolphin", "Dolphins")):
+        rows = []
+        for name, run in runs.items():
+            shares = [run["evaluation"][key] for key in ("embedding_accuracy", "macs_share")]
+            gates = [run[images][key] for key in GATES.values()]
+            points = 100 * (run[images]["in_group"] - run[images]["out_of_group"])
+            cells = (*(f"{share:.0%}" for share in shares), *(f"{100 * g:.1f} %" for g in gates))
+            rows.append((f"`{name}`", *cells, f"{points:.1f}"))
+        header = ["run", "embedding", "MACs, of dense", *GATES, "same above other"]
+        parts += [f"{title}:", markdown_table(header, rows)]
+    return "\n\n".join([*parts, origin(*found)])
 
 
-GATES = ("own", "same", "other", "follows")  # whose they are; how often the answer is their class
+MEASURED_APART = ("latent_apart_last", "categories_last", "categories_last_long")
+# Whose gates images get; how often the answer is their class.
+GATES = {"own": "own", "same": "in_group", "other": "out_of_group", "follows": "followed"}
 
 
 def curve_table(name: str, runs: Iterable[str], ending: str = "") -> str:
