@@ -82,6 +82,7 @@ def teach_from(
     device = choose_device(config.train.device)
     data = open_data(config.data, batch_size=BATCH, device=device, info=first.info)
     teachers = Teachers([beside(c.model, device) for c in loaded]).requires_grad_(False).eval()
+    teachers.to(next(teachers.parameters()).dtype)  # all in the precision of the first
     if device.type == "cuda" and can_be_captured(teachers):
         teachers.compile(dynamic=False)
     loader = _in_memory(data.train)
@@ -124,8 +125,10 @@ def write_lessons(
     count = len(plain.split)
     images = ViewLoader(plain, views, seed, torch.arange(count), count)
     outputs_VNC = torch.empty(views, count, info.classes, dtype=torch.half)
+    precision = next(teachers.parameters()).dtype
     for number in followed(range(views), "teachers look", views, "views"):
-        outputs_VNC[number] = torch.cat([teachers(x_BCHW) for x_BCHW in images.view(number)])
+        looks = (x_BCHW.to(precision) for x_BCHW in images.view(number))
+        outputs_VNC[number] = torch.cat([teachers(x_BCHW) for x_BCHW in looks])
     if not bool(outputs_VNC.isfinite().all()):
         raise UserError("the teachers' outputs are not finite")
     header = {"format": FORMAT, "seed": str(seed), "looks": _looks(images, info)}

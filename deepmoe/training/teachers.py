@@ -28,9 +28,7 @@ class Teachers(nn.Module):
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Returns the mean of their logits: the geometric mean of what they hold likely."""
         with torch.no_grad():
-            looks = [x_BCHW.to(next(network.parameters())) for network in self.networks]
-            answers = [network(x).logits for network, x in zip(self.networks, looks, strict=True)]
-            return torch.stack(answers).mean(dim=0)
+            return torch.stack([network(x_BCHW).logits for network in self.networks]).mean(dim=0)
 
 
 def load_teachers(model: DeepMoE, info: DataInfo, config: RunConfig) -> Teachers | None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from click.testing import CliRunner, Result
 from helpers import tiny_config
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepmoe.checkpoint import load_checkpoint, save_checkpoint
 from deepmoe.cli import main
@@ -118,6 +118,18 @@ def test_teachers_of_any_precision_are_written_down(
     torch.testing.assert_close(outputs, said, rtol=close, atol=close)
 
 
+def test_teachers_of_different_precisions_look_together(
+    teachers: list[Path], tmp_path: Path
+) -> None:
+    settings = (*DENSE, "train.precision=64-true")
+    double = fit(tiny_config(*settings), tmp_path / "double", quiet=True).checkpoint
+    teach_from([double, teachers[0]], 1, tmp_path / "lessons")
+    images, _, outputs = next(taught(tmp_path / "lessons").epoch(0))
+    models = [load_checkpoint(path).model.double() for path in (double, teachers[0])]
+    said = Teachers(models).eval()(images.double()).to(outputs)
+    torch.testing.assert_close(outputs, said, rtol=2e-3, atol=2e-3)
+
+
 def outputs_from(loader: TaughtLoader, epoch: int, start: int) -> Tensor:
     return torch.cat([outputs for _, _, outputs in loader.epoch(epoch, start)])
 
@@ -204,9 +216,17 @@ def test_a_damaged_file_gets_one_sentence(lessons: Path, tmp_path: Path) -> None
 
 
 def test_outputs_that_are_not_finite_are_never_written(tmp_path: Path) -> None:
+    class Sure(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logit = nn.Parameter(torch.tensor(1e9))  # more than a half can hold
+
+        def forward(self, x_BCHW: Tensor) -> SimpleNamespace:
+            return SimpleNamespace(logits=self.logit.expand(len(x_BCHW), 10))
+
     data, path = data_of(), tmp_path / "lessons.safetensors"
     with pytest.raises(UserError, match="not finite"):
-        write_lessons(path, lambda x: x.new_full((len(x), 10), 1e9), data.train, data.info, 1)
+        write_lessons(path, Teachers([Sure()]), data.train, data.info, 1)
     assert not path.exists()
 
 
