@@ -124,9 +124,9 @@ def _print(done: "Finished") -> None:
 
 
 def _next(names: tuple[str, ...], scale: str, done: "Finished") -> str:
-    if scale == "smoke" or done.checkpoint is None:
+    if scale == "smoke":
         return f"deepmoe paper {' '.join(names)} --scale short --set data.root=PATH"
-    return f"deepmoe analyze {done.checkpoint}"
+    return "deepmoe paper" if done.checkpoint is None else f"deepmoe analyze {done.checkpoint}"
 
 
 def _print_plan(workshop: "Workshop", as_json: bool) -> None:

@@ -50,7 +50,7 @@ class Finished:
         values: as they are written.
         complete: whether all of its runs have a result.
         path: of the table; plot and JSON lie beside it.
-        checkpoint: of the last network in it, if any is trained.
+        checkpoint: of the last network in it, if any is there.
     """
 
     page: Page
@@ -241,7 +241,7 @@ class Workshop:
         }
         complete = len(done) == len(wanted)
         trained = [made.checkpoint(run) for row in rows for run in row.runs if run in done]
-        last = trained[-1] if trained else None
+        last = next((path for path in reversed(trained) if path.exists()), None)
         finished = Finished(page, tables, values, complete, self.out / f"{page.name}.md", last)
         self._write(finished, made, command)
         return finished
