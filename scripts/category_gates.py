@@ -27,6 +27,7 @@ from deepmoe.data.cifar import read_cifar
 from deepmoe.data.coarse_groups import coarse_groups
 from deepmoe.data.split import Split
 from deepmoe.devices import choose_device
+from deepmoe.evaluation.batches import batches_for
 from deepmoe.evaluation.findings import Asked, examine
 from deepmoe.files import write_atomically
 from deepmoe.model import DeepMoE
@@ -69,10 +70,7 @@ class Images(Dataset[tuple[Tensor, int]]):
     """Normalised images, each in a new view every time if they are to be learned from."""
 
     def __init__(self, split: Split, info: DataInfo, config: RunConfig, *, learned: bool) -> None:
-        self.split, self.data, self.learned = split, config.data, learned
-        self.mean_CHW, self.std_CHW = (
-            torch.tensor(values)[:, None, None] for values in (info.mean, info.std)
-        )
+        self.split, self.info, self.data, self.learned = split, info, config.data, learned
         self.generator = torch.Generator().manual_seed(config.train.seed)
 
     def __len__(self) -> int:
@@ -88,8 +86,9 @@ class Images(Dataset[tuple[Tensor, int]]):
             padding = self.data.crop_padding
             views = random_views(len(indices), padding, self.data.mirror, self.generator)
             x_BCHW = look_at(x_BCHW, views, padding)
-        x_BCHW = (x_BCHW / 255 - self.mean_CHW) / self.std_CHW
-        return list(zip(x_BCHW, self.split.labels[indices].tolist(), strict=True))
+        return list(
+            zip(self.info.normalise(x_BCHW), self.split.labels[indices].tolist(), strict=True)
+        )
 
 
 def trained(config: RunConfig, folder: Path) -> dict[str, Any]:
@@ -124,9 +123,8 @@ def trained(config: RunConfig, folder: Path) -> dict[str, Any]:
 def category_accuracy(model: DeepMoE, source: DataSource, categories: Sequence[str]) -> float:
     """For how many of the evaluation images the embedding is right about the category."""
     place_of_class, right = places_of(categories), []
-    model.eval()
-    for x_BCHW, labels_B in source.evaluation:
-        e_BD, _ = model.embedding(x_BCHW.to(choose_device()))
+    for x_BCHW, labels_B in batches_for(model, source.evaluation):
+        e_BD, _ = model.embedding(x_BCHW)
         right.append(e_BD.argmax(dim=1).cpu() == place_of_class[labels_B.cpu()])
     return torch.cat(right).double().mean().item()
 

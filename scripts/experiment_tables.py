@@ -1,6 +1,6 @@
 """The tables of single experiments."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from result_files import experiment, origin, runs_of
@@ -12,8 +12,9 @@ from deepmoe.sweep import RunResult, summary
 from deepmoe.sweep.grid import group_of
 
 
-def sweep_table(name: str, **shares: str) -> str:
+def sweep_table(name: str, shares: Mapping[str, str] | None = None) -> str:
     """Mean and deviation of each run of a sweep; further shares by the titles of their columns."""
+    shares = shares or {}
     rows = [
         (
             row["run"],

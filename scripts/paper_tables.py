@@ -143,7 +143,7 @@ def _named(cell: str) -> str:
 
 
 def _origin(found: dict[str, Any]) -> str:
-    """Where its runs are from, which may be several sessions'."""
+    """Where its runs are from, which may be of several commits."""
     kept = read_results(EXPERIMENTS / FOLDER / found["values"]["scale"] / RESULTS_NAME)
     names = {name for row in found["values"]["rows"] for name in row["runs"]}
     lines = [{**kept[name].line, "command": found["command"]} for name in names & kept.keys()]

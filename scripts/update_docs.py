@@ -120,7 +120,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "shuffle_full": partial(
         sweep_table,
         "shuffle_full",
-        **{"of dense MACs": "macs_share", "embedding's accuracy": "embedding_accuracy"},
+        {"of dense MACs": "macs_share", "embedding's accuracy": "embedding_accuracy"},
     ),
     "wide_resnets": wide_resnets_table,
     "models": models_table,

@@ -132,7 +132,8 @@ def _next(names: tuple[str, ...], scale: str, done: "Finished") -> str:
 def _print_plan(workshop: "Workshop", as_json: bool) -> None:
     from deepmoe.sweep import read_results
 
-    done, left = read_results(workshop.results), {run.name: run for run in workshop.to_train()}
+    done, left = read_results(workshop.results), workshop.to_train()
+    waiting = {run.name for run in left}
     runs = [
         {
             "run": run.name,
@@ -140,7 +141,7 @@ def _print_plan(workshop: "Workshop", as_json: bool) -> None:
             "batch size": run.config.train.batch_size,
             "after": list(dict.fromkeys(run.needs)),
             "done": run.name in done,
-            "to train": run.name in left,
+            "to train": run.name in waiting,
         }
         for run in workshop.plan.grid(1).in_order
     ]
@@ -149,10 +150,9 @@ def _print_plan(workshop: "Workshop", as_json: bool) -> None:
         return
     header = ("run", "epochs", "batch size", "after", "done", "to train")
     print_table(header, [[_short(line[key]) for key in header] for line in runs])
-    waiting = [line for line in runs if line["to train"]]
-    again = sum(bool(line["done"]) for line in waiting)
-    epochs = sum(workshop.epochs_left(run) for run in left.values())
-    say(f"{len(waiting)} of {len(runs)} runs to train, {epochs:,} epochs in all")
+    again = len(waiting & done.keys())
+    epochs = sum(workshop.epochs_left(run) for run in left)
+    say(f"{len(left)} of {len(runs)} runs to train, {epochs:,} epochs in all")
     if again:
         them = "them is" if again == 1 else "them are"
         say(f"{again} of {them} done, but others start or learn from weights that are gone")

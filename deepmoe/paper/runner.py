@@ -1,7 +1,7 @@
 """From names to tables: trains what is missing, measures, and writes table, plot and JSON."""
 
 import json
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -99,9 +99,9 @@ class Workshop:
         self.plan = Plan(scale, overrides, None if made_up is None else str(made_up), seeds)
         for data in dict.fromkeys(data for page in pages for data in page.data):
             self.plan.data_config(data)  # tells of settings that can't be, before anything is made
-        done = read_results(self.results).keys()
+        done = read_results(self.results)
         if not train:
-            self._check_finished(done)
+            self._check_finished(done.keys())
         if look and made_up is not None and self.plan.root == str(made_up):
             make_smoke_data(made_up)
         if look:
@@ -111,9 +111,9 @@ class Workshop:
         }
         check_settings(self.plan.grid(1), self.runs, self.results)
         if look:
-            self._check_data()
+            self._check_data(done)
         if not train:
-            self._check_finished(done & self.plan.runs.keys())
+            self._check_finished(done.keys() & self.plan.runs.keys())
 
     @property
     def runs(self) -> Path:
@@ -156,13 +156,12 @@ class Workshop:
                 afterwards=() if here else self._making_pages(command),
             )
 
-    def _check_data(self) -> None:
+    def _check_data(self, done: Mapping[str, RunResult]) -> None:
         """Refuses a folder whose runs know other images than those that are there now.
 
         Folders of images differ in nothing that checkpoints tell where their classes are the same,
         but in how many images there are to evaluate on.
         """
-        done = read_results(self.results)
         for run, data in self.plan.data_of.items():
             path = last_checkpoint(self.runs, run)
             other = path.exists() and read_info(path) != self.plan.open(data)

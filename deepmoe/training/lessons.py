@@ -125,10 +125,15 @@ def write_lessons(
     count = len(plain.split)
     images = ViewLoader(plain, views, seed, torch.arange(count), count)
     outputs_VNC = torch.empty(views, count, info.classes, dtype=torch.half)
+    heard_NC = torch.empty_like(outputs_VNC[0], device=plain.device)
     precision = next(teachers.parameters()).dtype
     for number in followed(range(views), "teachers look", views, "views"):
-        looks = (x_BCHW.to(precision) for x_BCHW in images.view(number))
-        outputs_VNC[number] = torch.cat([teachers(x_BCHW) for x_BCHW in looks])
+        # Each answer is copied at once: what a compiled teacher gives may be its own memory.
+        for said_BC, x_BCHW in zip(
+            heard_NC.split(plain.batch_size), images.view(number), strict=True
+        ):
+            said_BC.copy_(teachers(x_BCHW.to(precision)))
+        outputs_VNC[number] = heard_NC
     if not bool(outputs_VNC.isfinite().all()):
         raise UserError("the teachers' outputs are not finite")
     header = {"format": FORMAT, "seed": str(seed), "looks": _looks(images, info)}

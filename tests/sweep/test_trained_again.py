@@ -71,7 +71,7 @@ def test_a_run_goes_on_from_the_networks_it_was_begun_with(swept, tmp_path: Path
 
 
 def test_a_run_whose_checkpoint_is_gone_is_trained_again_for_those_that_need_it(
-    swept, monkeypatch
+    swept, tmp_path: Path, monkeypatch
 ) -> None:
     grid, folder = swept
     started = []
@@ -83,19 +83,19 @@ def test_a_run_whose_checkpoint_is_gone_is_trained_again_for_those_that_need_it(
             started.append(log.parent.name)
 
     monkeypatch.setattr("deepmoe.sweep.local.Worker", Failing)
-    results = write_lines(folder / "some.jsonl", lines_of(folder / "runs.jsonl")["dense-seed0"])
+    results = write_lines(tmp_path / "some.jsonl", lines_of(folder / "runs.jsonl")["dense-seed0"])
     grid = Grid(grid.runs[:2], 2)
-    assert not sweep(grid, folder / "elsewhere", results, command="test")
+    assert not sweep(grid, tmp_path / "elsewhere", results, command="test")
     assert started == ["dense-seed0"]  # it failed, so that the student was never started
     # Nor is one that was stopped on its way a network to take.
-    last = CheckpointStore(folder / "elsewhere" / "dense-seed0", keep=0).last
+    last = CheckpointStore(tmp_path / "elsewhere" / "dense-seed0", keep=0).last
     trained = load_checkpoint(folder / "runs" / "dense-seed0" / last.name)
     parts = (trained.model, trained.config, trained.info)
     save_checkpoint(last, *parts, TrainState(epoch=0))
-    assert not sweep(grid, folder / "elsewhere", results, command="test")
+    assert not sweep(grid, tmp_path / "elsewhere", results, command="test")
     assert started == ["dense-seed0"] * 2
     save_checkpoint(last, *parts, trained.state)
-    assert not sweep(grid, folder / "elsewhere", results, command="test")
+    assert not sweep(grid, tmp_path / "elsewhere", results, command="test")
     assert started[2:] == ["student-seed0"]
 
 
@@ -114,7 +114,9 @@ def test_a_run_trained_again_for_its_checkpoint_leaves_its_result_alone(
     assert "left as it was" in capsys.readouterr().err
 
 
-def test_what_is_trained_again_for_its_checkpoint_keeps_its_place(swept, monkeypatch) -> None:
+def test_what_is_trained_again_for_its_checkpoint_keeps_its_place(
+    swept, tmp_path: Path, monkeypatch
+) -> None:
     """Else a sweep that is stopped has done all runs but those that need it."""
     grid, folder = swept
     started = []
@@ -127,8 +129,8 @@ def test_what_is_trained_again_for_its_checkpoint_keeps_its_place(swept, monkeyp
 
     monkeypatch.setattr("deepmoe.sweep.local.Worker", Recorded)
     student, dense, broken = grid.runs
-    results = write_lines(folder / "one.jsonl", lines_of(folder / "runs.jsonl")["dense-seed0"])
-    assert not sweep(Grid((dense, student, broken), 1), folder / "new", results, command="test")
+    results = write_lines(tmp_path / "one.jsonl", lines_of(folder / "runs.jsonl")["dense-seed0"])
+    assert not sweep(Grid((dense, student, broken), 1), tmp_path / "new", results, command="test")
     assert started == ["dense-seed0", "broken-seed0"]
 
 
