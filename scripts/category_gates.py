@@ -133,16 +133,17 @@ def main() -> None:
     """Trains one run, and writes its figures to a file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("run", help="name of a run in experiments/shuffle_small/grid.toml")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", default="data", help="folder of CIFAR-100")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     asked = parser.parse_args()
-    (run,) = [run for run in read_grid(GRID).runs if run.group == asked.run]
-    config = changed(run.config, {"data.root": asked.data})
+    run = next(run for run in read_grid(GRID).runs if run.group == asked.run)
+    config = changed(run.config, {"data.root": asked.data, "train.seed": asked.seed})
     with tempfile.TemporaryDirectory() as folder:
         found = trained(config, Path(folder) / "run")
     result = with_origin(
         found,
-        command=f"python scripts/category_gates.py {asked.run}",
+        command=f"python scripts/category_gates.py {asked.run} --seed {asked.seed}",
         seed=config.train.seed,
         device=choose_device(),
     )
