@@ -1,13 +1,13 @@
 """Gates of other classes, where gates say the category of an image, but not its class.
 
-    python scripts/category_gates.py apart_last --data PATH --out FILE
+    python scripts/category_gates.py apart_last --seed 0 --data PATH
 
 Trains a run of experiments/shuffle_small with an embedding that has a mixture weight for each
-category of CIFAR-100, and learns these. The figures are those that `deepmoe analyze` writes of it.
+category of CIFAR-100, and learns these. Adds a line to the experiment's shuffling.jsonl, where the
+network is called categories_last.
 """
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from result_files import EXPERIMENTS
+from shuffled_gates import GRID, add_line, shuffled_gates
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -28,16 +28,11 @@ from deepmoe.data.coarse_groups import coarse_groups
 from deepmoe.data.split import Split
 from deepmoe.devices import choose_device
 from deepmoe.evaluation.batches import batches_for
-from deepmoe.evaluation.findings import Asked, examine
-from deepmoe.files import write_atomically
 from deepmoe.model import DeepMoE
-from deepmoe.results import with_origin
 from deepmoe.sweep import read_grid
 from deepmoe.training.fit import fit
 from deepmoe.training.model_and_optimizer import make_model
 
-GRID = EXPERIMENTS / "shuffle_small" / "grid.toml"
-SHUFFLED, OF_CLASS = 2000, "dolphin"
 SHARPNESS = 20.0  # logit of a class whose category has all of the mixture weight
 
 
@@ -105,18 +100,9 @@ def trained(config: RunConfig, folder: Path) -> dict[str, Any]:
         Images(split, source.info, config, learned=split is train) for split in (train, test)
     )
     fit(model, images, checked, config, folder, info=source.info)
-    found = examine(model, source, Asked(shuffled=SHUFFLED, of_class=OF_CLASS)).as_dict()
-    evaluation, routes = found["evaluation"], found["routes"]
-    shuffled = {"all": found["shuffling"], OF_CLASS: found["class_shuffling"]}
-    return {
-        "evaluation": {
-            **{key: evaluation[key] for key in ("accuracy", "macs_share", "images")},
-            "embedding_accuracy": category_accuracy(model, source, categories),
-        },
-        "routes": {key: routes[key] for key in ("distinct", "images")},
-        **{name: shuffling["all"] for name, shuffling in shuffled.items()},
-        "draws": {name: shuffling["draws"] for name, shuffling in shuffled.items()},
-    }
+    figures = shuffled_gates(model, source)
+    figures["evaluation"]["embedding_accuracy"] = category_accuracy(model, source, categories)
+    return figures
 
 
 @torch.no_grad()
@@ -130,24 +116,19 @@ def category_accuracy(model: DeepMoE, source: DataSource, categories: Sequence[s
 
 
 def main() -> None:
-    """Trains one run, and writes its figures to a file."""
+    """Trains one run, and writes down its figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("run", help="name of a run in experiments/shuffle_small/grid.toml")
+    parser.add_argument("run", help="name of a run in experiments/shuffle_small/grid.toml: apart_*")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", default="data", help="folder of CIFAR-100")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
     asked = parser.parse_args()
     run = next(run for run in read_grid(GRID).runs if run.group == asked.run)
     config = changed(run.config, {"data.root": asked.data, "train.seed": asked.seed})
     with tempfile.TemporaryDirectory() as folder:
-        found = trained(config, Path(folder) / "run")
-    result = with_origin(
-        found,
-        command=f"python scripts/category_gates.py {asked.run} --seed {asked.seed}",
-        seed=config.train.seed,
-        device=choose_device(),
-    )
-    write_atomically(asked.out, (json.dumps(result, indent=2) + "\n").encode())
+        figures = trained(config, Path(folder) / "run")
+    network = asked.run.replace("apart", "categories")
+    command = f"python scripts/category_gates.py {asked.run} --seed {asked.seed}"
+    add_line(network, figures, command=command, seed=asked.seed)
 
 
 if __name__ == "__main__":

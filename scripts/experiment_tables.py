@@ -1,9 +1,10 @@
 """The tables of single experiments."""
 
+import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from result_files import experiment, origin, runs_of
+from result_files import experiment, origin, runs_of, shuffled
 
 from deepmoe.config_versions import REMOVED
 from deepmoe.costs import format_macs
@@ -200,26 +201,34 @@ def _sums_first(reading: tuple[tuple[str, float, str], Any]) -> tuple[bool, floa
 
 def shuffle_small_table() -> str:
     """Accuracy under gates of other classes: a row for each network, all images and dolphins."""
-    found = [experiment("shuffle_small/shuffling")]
-    runs = dict(found[0]["values"])
-    for name in MEASURED_APART:
-        found.append(experiment(f"shuffle_small/{name}"))
-        runs[name] = found[-1]["values"]
+    results = shuffled("shuffle_small")
+    by_network: dict[str, list[dict[str, Any]]] = {}
+    for (network, _), result in results.items():
+        by_network.setdefault(network, []).append(result["values"])
     parts = []
     for images, title in (("all", "Images of all classes"), ("dolphin", "Dolphins")):
-        rows = []
-        for name, run in runs.items():
-            shares = [run["evaluation"][key] for key in ("embedding_accuracy", "macs_share")]
-            gates = [run[images][key] for key in GATES.values()]
-            points = 100 * (run[images]["in_group"] - run[images]["out_of_group"])
-            cells = (*(f"{share:.0%}" for share in shares), *(f"{100 * g:.1f} %" for g in gates))
-            rows.append((f"`{name}`", *cells, f"{points:.1f}"))
-        header = ["run", "embedding", "MACs, of dense", *GATES, "same above other"]
+        rows = [
+            (f"`{network}`", len(seeds), *_shuffled_cells(seeds, images))
+            for network, seeds in by_network.items()
+        ]
+        header = ["run", "seeds", "embedding", "MACs, of dense", *GATES, "same above other"]
         parts += [f"{title}:", markdown_table(header, rows)]
-    return "\n\n".join([*parts, origin(*found)])
+    return "\n\n".join([*parts, origin(*results.values())])
 
 
-MEASURED_APART = ("latent_apart_last", "categories_last", "categories_last_long")
+def _shuffled_cells(seeds: list[dict[str, Any]], images: str) -> list[str]:
+    """The mean over seeds; of the effect itself, the deviation, too."""
+    shares = [[s["evaluation"][key] for s in seeds] for key in ("embedding_accuracy", "macs_share")]
+    gates = [[s[images][key] for s in seeds] for key in GATES.values()]
+    points = [100 * (s[images]["in_group"] - s[images]["out_of_group"]) for s in seeds]
+    deviation = f" ± {statistics.stdev(points):.1f}" if len(seeds) > 1 else ""
+    return [
+        *(f"{statistics.fmean(share):.0%}" for share in shares),
+        *(f"{100 * statistics.fmean(gate):.1f} %" for gate in gates),
+        f"{statistics.fmean(points):.1f}{deviation}",
+    ]
+
+
 # Whose gates images get; how often the answer is their class.
 GATES = {"own": "own", "same": "in_group", "other": "out_of_group", "follows": "followed"}
 

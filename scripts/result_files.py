@@ -22,6 +22,13 @@ def experiment(name: str) -> dict[str, Any]:
     return _read(EXPERIMENTS / f"{name}.json")
 
 
+def shuffled(name: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Results of giving networks gates of other classes, by network and seed."""
+    text = (EXPERIMENTS / name / "shuffling.jsonl").read_text(encoding="utf-8")
+    results = [json.loads(line) for line in text.splitlines()]
+    return {(result["values"]["network"], result["seed"]): result for result in results}
+
+
 @functools.cache  # many tables read the same few sweeps
 def runs_of(name: str) -> dict[str, RunResult]:
     """All runs of an experiment's sweep, those that its grid has no more among them."""
