@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.utils import _pytree
 
 from deepmoe.errors import UserError
 from deepmoe.graph import functions
@@ -311,12 +310,11 @@ class Channels(Shapes):
         if any(isinstance(self.labels.get(n), Tensor) for n in _indices(node)):
             self._pin_all(node, "reaches an index of numbers that a tensor holds")
             return nothing_like(value)
+        if any(isinstance(argument, torch.dtype) for argument in node.args):
+            self._pin_all(node, "reaches a view as numbers of another kind")
+            return nothing_like(value)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), number_of)
-        try:
-            moved = self._call(node, args, kwargs)
-        except RuntimeError:  # a view of numbers that don't lie as the values do
-            args, kwargs = _pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
-            moved = self._call(node, args, kwargs)
+        moved = self._call(node, args, kwargs)
         if isinstance(moved, Tensor):
             return shrunk(moved)
         return type(moved)(shrunk(m) for m in moved)

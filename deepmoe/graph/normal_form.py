@@ -1,4 +1,7 @@
-"""A captured graph in one form: layers and norms are modules, and nothing is changed in place."""
+"""A captured graph in one form, which runs in any memory format.
+
+Layers and norms are modules, and nothing is changed in place.
+"""
 
 import inspect
 import operator
@@ -24,6 +27,13 @@ ACTIVATIONS: dict[type[nn.Module], tuple[Any, ...]] = {
     nn.LeakyReLU: (F.leaky_relu, "negative_slope"),
     nn.Hardtanh: (F.hardtanh, "min_val", "max_val"),
 }
+# Views that not every memory format allows, and what does the same in all of them.
+COPIED_VIEWS: dict[Any, Any] = {
+    "view": "reshape",
+    "view_as": "reshape_as",
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
 SWITCHES = (
     "the network's forward switches gradients or autocast on its way, which can't be captured: "
     "freeze parameters by requires_grad_(False), and use autocast around the model"
@@ -31,7 +41,10 @@ SWITCHES = (
 
 
 def normalised(graph: fx.Graph, root: nn.Module) -> fx.Graph:
-    """The same graph, in which layers and norms are modules, and nothing is changed in place."""
+    """The same graph, in which layers and norms are modules, and nothing is changed in place.
+
+    Its views may copy: a network that is trained with channels last would not allow them.
+    """
     for node in list(graph.nodes):
         if node.op == "placeholder":
             node.target = "images"  # whatever the network calls them
@@ -52,9 +65,18 @@ def normalised(graph: fx.Graph, root: nn.Module) -> fx.Graph:
                 _replace(graph, node, graph.call_function(F.prelu, (node.args[0], slopes)))
         elif node.op.startswith("call"):
             _make_functional(graph, node, root)
+    for node in graph.nodes:
+        if node.target in COPIED_VIEWS and not _is_of_other_bits(node):
+            node.target = COPIED_VIEWS[node.target]
+            node.args, node.kwargs = (*node.args, *node.kwargs.values()), {}
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     graph.lint()
     return graph
+
+
+def _is_of_other_bits(node: fx.Node) -> bool:
+    """Whether a view reads the same bits as numbers of another kind."""
+    return any(isinstance(v, torch.dtype) for v in (*node.args, *node.kwargs.values()))
 
 
 def _without_first(values: dict[str, Any]) -> dict[str, Any]:

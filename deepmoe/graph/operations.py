@@ -45,6 +45,7 @@ MOVING = {
     *("squeeze", "unsqueeze", "expand", "expandas", "cat", "concat", "concatenate", "stack"),
     *("split", "splitwithsizes", "chunk", "tensorsplit", "unbind", "getitem", "slice", "select"),
     *("narrow", "pad", "constantpadnd", "channelshuffle", "pixelshuffle", "roll", "flip"),
+    *("reshapeas",),
 }
 
 # Every channel depends on all of them.
