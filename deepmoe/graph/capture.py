@@ -18,11 +18,10 @@ from torch import Tensor, fx, nn
 
 from deepmoe.errors import UserError, reason
 from deepmoe.graph import functions
-from deepmoe.graph.normal_form import SWITCHES, normalised
+from deepmoe.graph.normal_form import MOST_CONSTANTS, SWITCHES, normalised
 from deepmoe.graph.shapes import Shapes
 
 MOST_PIXELS = 1e6  # a side: sizes without a bound have a larger one
-MOST_CONSTANTS = 64  # numbers that the code of a network may hold in a tensor
 STOCHASTIC_DEPTH = ("DropPath", "StochasticDepth")  # of timm, of torchvision
 
 
@@ -284,4 +283,5 @@ def _constant(graph: fx.Graph, value: Tensor) -> fx.Node:
     if not isinstance(value, Tensor) or value.numel() > MOST_CONSTANTS:
         raise UserError("the network's code holds a tensor of its own: make it a buffer")
     images = next(iter(graph.find_nodes(op="placeholder")))
-    return graph.call_function(functions.constant, (images, value.tolist(), value.dtype))
+    values, shape = value.flatten().tolist(), tuple(value.shape)
+    return graph.call_function(functions.constant, (images, values, shape, value.dtype))

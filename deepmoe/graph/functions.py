@@ -1,5 +1,6 @@
 """Operations that a captured graph calls where PyTorch's own would hold on to what it saw once."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ def batch_norm(x_BCHW: Tensor, module: nn.BatchNorm2d) -> Tensor:
     return nn.BatchNorm2d.forward(module, x_BCHW)
 
 
-def constant(images: Tensor, values: Any, dtype: torch.dtype) -> Tensor:
-    """A tensor that a network's code holds, where its images are."""
-    return torch.tensor(values, dtype=dtype, device=images.device)
+def constant(
+    like: Tensor, values: Sequence[float], shape: Sequence[int], dtype: torch.dtype | None
+) -> Tensor:
+    """A tensor that a network's code holds, where another one is.
+
+    It is filled in there: a CUDA graph could not bring it to its GPU.
+    """
+    if not values:
+        return like.new_empty(shape, dtype=dtype)
+    return torch.stack([like.new_full((), value, dtype=dtype) for value in values]).view(shape)

@@ -34,6 +34,8 @@ COPIED_VIEWS: dict[Any, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
+CONSTANTS = {"tensor", "astensor", "newtensor"}
+MOST_CONSTANTS = 64  # numbers that the code of a network may hold in a tensor
 SWITCHES = (
     "the network's forward switches gradients or autocast on its way, which can't be captured: "
     "freeze parameters by requires_grad_(False), and use autocast around the model"
@@ -63,6 +65,8 @@ def normalised(graph: fx.Graph, root: nn.Module) -> fx.Graph:
             with graph.inserting_before(node):
                 slopes = graph.get_attr(f"{node.target}.weight")
                 _replace(graph, node, graph.call_function(F.prelu, (node.args[0], slopes)))
+        elif name in CONSTANTS and not _reads_numbers(node):
+            _make_constant(graph, node)
         elif node.op.startswith("call"):
             _make_functional(graph, node, root)
     for node in graph.nodes:
@@ -187,6 +191,33 @@ def _make_functional(graph: fx.Graph, node: fx.Node, root: nn.Module) -> None:
     if isinstance(source, fx.Node):
         for user in _users_after(node, source):
             user.replace_input_with(source, node)
+
+
+def _make_constant(graph: fx.Graph, node: fx.Node) -> None:
+    """Makes a tensor of plain numbers where the images are, instead of bringing it there."""
+    like = next(iter(graph.find_nodes(op="placeholder")))
+    dtype, data = node.kwargs.get("dtype"), node.args[0]
+    if node.op == "call_method":  # of a tensor, whose kind of numbers it has, too
+        like, data = node.args[:2]
+    numbers = torch.tensor(data)
+    if node.op == "call_function" and dtype is None:
+        dtype = numbers.dtype
+    if numbers.is_floating_point():
+        numbers = torch.tensor(data, dtype=torch.double)
+    if numbers.numel() > MOST_CONSTANTS:
+        return
+    values, shape = numbers.flatten().tolist(), tuple(numbers.shape)
+    with graph.inserting_before(node):
+        new = graph.call_function(functions.constant, (like, values, shape, dtype))
+        _replace(graph, node, new)
+
+
+def _reads_numbers(node: fx.Node) -> bool:
+    """Whether a tensor is made of what is known in a pass alone, or is to be learned."""
+    start = 1 if node.op == "call_method" else 0
+    found: list[fx.Node] = []
+    fx.node.map_arg(node.args[start:], found.append)
+    return bool(found) or bool(node.kwargs.get("requires_grad")) or len(node.args) != start + 1
 
 
 def _functional_target(node: fx.Node) -> Any:

@@ -1,7 +1,9 @@
 """Passes through a network: what its code asks for besides its modules, gates above all."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +26,39 @@ class Site:
     """Where gates multiply the input of a layer.
 
     Each piece is a whole gate by its number, or so many channels without one. Where the input is
-    not made of such pieces, `index` says for each channel which of all gates it has; the number of
-    all gates stands for none.
+    not made of such pieces, `runs` are taken from all gates side by side, behind which there is a
+    one for channels without a gate.
     """
 
     dim: int  # of the channels
     pieces: tuple[int | None, ...] = ()
     lengths: tuple[int, ...] = ()
-    index: tuple[int, ...] = ()
+    runs: tuple["RunOfGates", ...] = ()
+
+
+class RunOfGates(NamedTuple):
+    """Gates that stand side by side, each for as many channels, as after features are flattened."""
+
+    start: int
+    width: int
+    repeats: int
+
+    def of(self, all_BC: Tensor) -> Tensor:
+        """These of all gates. They are no index, which a CUDA graph could not bring to its GPU."""
+        some_BC = all_BC[:, self.start : self.start + self.width]
+        return some_BC[:, :, None].expand(-1, -1, self.repeats).flatten(1)
+
+
+def runs_of_gates(numbers: Sequence[int]) -> tuple[RunOfGates, ...]:
+    """Numbers of gates, one for each channel, in as few runs as can be."""
+    found: list[RunOfGates] = []
+    for number, same in itertools.groupby(numbers):
+        repeats, last = len(list(same)), found[-1] if found else None
+        if last is not None and (last.start + last.width, last.repeats) == (number, repeats):
+            found[-1] = last._replace(width=last.width + 1)
+        else:
+            found.append(RunOfGates(number, 1, repeats))
+    return tuple(found)
 
 
 class Run:
@@ -84,7 +111,7 @@ class FeatureRun(Run):
         """The input of a layer, multiplied by its gates: makers run before readers."""
         site = self.sites[number]
         assert site is not None
-        return multiply(site, self.all_gates(x) if site.index else self.made, x)
+        return multiply(site, self.all_gates(x) if site.runs else self.made, x)
 
     def look(self, number: int, x: Tensor, dim: int) -> None:
         """Makes the gates of what a layer is about to make, from what it reads."""
@@ -99,11 +126,11 @@ class FeatureRun(Run):
 
 def gates_at(site: Site, gates: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
     """The gate of each channel that a layer reads."""
-    if site.index:
+    if site.runs:
         assert not isinstance(gates, Mapping)
         images = gates[0]
-        every = torch.cat([*gates, images.new_ones(len(images), 1)], dim=1)
-        return every[:, torch.tensor(site.index, device=every.device)]
+        all_BC = torch.cat([*gates, images.new_ones(len(images), 1)], dim=1)
+        return torch.cat([run.of(all_BC) for run in site.runs], dim=1)
     images = gates[min(piece for piece in site.pieces if piece is not None)]
     parts = [
         images.new_ones(len(images), length) if piece is None else gates[piece]

@@ -1,0 +1,147 @@
+"""Nothing in a network's code comes from the CPU in each pass: a CUDA graph could not hold it.
+
+There is no GPU here. What a pass makes out of numbers of Python is watched instead.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepmoe import gate
+from deepmoe.graph.running import RunOfGates, runs_of_gates
+from deepmoe.sparse import sparsify
+
+IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Flattened(nn.Module):
+    """Flattens features of several positions, so that a linear layer reads each channel often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 4, 3, padding=1)
+        self.hidden = nn.Linear(4 * 4 * 4, 6)
+        self.classifier = nn.Linear(6, 5)
+
+    def prepared(self, x: Tensor) -> Tensor:
+        return x
+
+    def flat(self, x: Tensor) -> Tensor:
+        return torch.flatten(x, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.second(F.relu(self.first(self.prepared(x)))))
+        return self.classifier(F.relu(self.hidden(self.flat(F.max_pool2d(x, 2)))))
+
+
+class Backwards(Flattened):
+    """Reads its channels from the last to the first."""
+
+    def flat(self, x: Tensor) -> Tensor:
+        return torch.flatten(x.flip(1), 1)
+
+
+class Normalising(Flattened):
+    """Holds numbers in its code."""
+
+    def prepared(self, x: Tensor) -> Tensor:
+        mean = torch.tensor([0.4, 0.5, 0.6], device=x.device).view(1, 3, 1, 1)
+        return (x - mean) / torch.tensor(0.25)
+
+
+class Exact(Flattened):
+    """Holds numbers of the precision that its images have."""
+
+    def prepared(self, x: Tensor) -> Tensor:
+        scale = torch.tensor([[1, 2, 3]], dtype=x.dtype, device=x.device)
+        return x * scale[:, :, None, None] + x.new_tensor(1 / 3)
+
+
+class Watch(TorchDispatchMode):
+    """Counts what is made of numbers that lie in the memory of the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.brought = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.brought += "lift_fresh" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_watch_sees_numbers_that_are_brought() -> None:
+    with Watch() as watch:
+        torch.tensor([1.0, 2.0])
+        torch.zeros(2).new_full((), 1.0)
+    assert watch.brought == 1
+
+
+@pytest.mark.parametrize("kind", [Flattened, Backwards, Normalising, Exact])
+def test_a_pass_brings_no_numbers(kind: type[Flattened]) -> None:
+    torch.manual_seed(0)
+    network = kind().eval()
+    model = gate(network, IMAGES, where=["first", "second", "hidden"]).eval()
+    widths = model.gating.widths
+    gates = [torch.rand(len(IMAGES), width) for width in widths]
+    with torch.no_grad(), Watch() as watch:
+        torch.testing.assert_close(model.gating(model.network, IMAGES, None), network(IMAGES))
+        watch.brought = 0
+        found = model.gating(model.network, IMAGES, gates)
+    assert watch.brought == 0
+
+    def by_hand(x: Tensor) -> Tensor:
+        x = F.relu(network.first(network.prepared(x))) * gates[0][:, :, None, None]
+        x = F.relu(network.second(x)) * gates[1][:, :, None, None]
+        x = F.relu(network.hidden(network.flat(F.max_pool2d(x, 2)))) * gates[2]
+        return network.classifier(x)
+
+    torch.testing.assert_close(found, by_hand(IMAGES))
+
+
+def test_numbers_keep_their_precision() -> None:
+    network, images = Exact().double().eval(), IMAGES.double()
+    model = gate(network, images).eval()
+    assert torch.equal(model.gating(model.network, images, None), network(images))
+
+
+def test_numbers_of_the_images_stay_what_they_are() -> None:
+    class Sized(Flattened):
+        def prepared(self, x: Tensor) -> Tensor:
+            return x / torch.tensor([x.shape[2]], device=x.device)
+
+    network = Sized().eval()
+    model = gate(network, IMAGES).eval()
+    torch.testing.assert_close(model.gating(model.network, IMAGES, None), network(IMAGES))
+
+
+@pytest.mark.parametrize("kind", [Flattened, Backwards, Normalising, Exact])
+def test_the_engine_runs_it(kind: type[Flattened]) -> None:
+    torch.manual_seed(0)
+    model = gate(kind(), IMAGES, where=["first", "second", "hidden"]).eval()
+    with torch.no_grad():
+        for head in model.heads.parameters():
+            head.add_(0.3 * torch.randn_like(head))
+        expected = model(IMAGES).logits
+        torch.testing.assert_close(sparsify(model)(IMAGES).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "runs"),
+    [
+        ([0, 1, 2], [(0, 3, 1)]),
+        ([0, 0, 1, 1], [(0, 2, 2)]),
+        ([4, 4, 0, 1, 1], [(4, 1, 2), (0, 1, 1), (1, 1, 2)]),
+        ([2, 1, 0], [(2, 1, 1), (1, 1, 1), (0, 1, 1)]),
+        ([0, 1, 0, 1], [(0, 2, 1), (0, 2, 1)]),
+        ([], []),
+    ],
+)
+def test_numbers_of_gates_in_runs(numbers: list[int], runs: list[tuple[int, int, int]]) -> None:
+    found = runs_of_gates(numbers)
+    assert found == tuple(RunOfGates(*run) for run in runs)
+    gates = torch.arange(10.0).expand(2, -1)
+    taken = [run.of(gates) for run in found]
+    assert not taken or torch.cat(taken, dim=1)[0].tolist() == numbers
