@@ -1,10 +1,12 @@
-"""What several tests need: random gates, a count by PyTorch itself, small runs."""
+"""What several tests need: random gates, a count by PyTorch itself, small runs, their weights."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,6 +27,13 @@ TINY_RUN = (
 def tiny_config(*overrides: str) -> RunConfig:
     """A run of seconds that uses every part of training."""
     return load_config("quickstart", [*TINY_RUN, *overrides])
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    left, right = load_file(one), load_file(other)
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
 
 
 def slow(*values: object, **options: str) -> Any:

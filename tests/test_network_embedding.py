@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import counted_macs, randomise_statistics, tiny_config
-from safetensors.torch import load_file
+from helpers import assert_same_weights, counted_macs, randomise_statistics, tiny_config
 from torch import Tensor
 
 from deepmoe.checkpoint import TrainState, load_checkpoint, save_checkpoint
@@ -53,13 +52,6 @@ def looking(start: FitResult, *settings: str) -> RunConfig:
 @pytest.fixture(scope="module")
 def whole_run(start: FitResult, tmp_path_factory: pytest.TempPathFactory) -> FitResult:
     return fit(looking(start), tmp_path_factory.mktemp("whole"), quiet=True)
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    left, right = load_file(one), load_file(other)
-    assert left.keys() == right.keys()
-    for name in left:
-        assert torch.equal(left[name], right[name]), name
 
 
 def test_the_start_itself_and_what_is_left_of_it_begin_a_run(

@@ -1,7 +1,4 @@
-"""A captured network computes what its own forward does, in both modes, and its channels are known.
-
-Each of the small networks here has one thing that networks of others do.
-"""
+"""A captured network computes what its own forward does, in both modes; its channels are known."""
 
 import copy
 import pickle
@@ -9,193 +6,26 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import randomise_statistics
+from captured_networks import (
+    Concatenated,
+    Depthwise,
+    Dropping,
+    Functional,
+    Gated,
+    Grouped,
+    InPlace,
+    Linears,
+    Network,
+    Residual,
+    Shuffled,
+    Split,
+    Squeezed,
+    gated,
+)
 from torch import Tensor, nn
 
 import deepmoe
 from deepmoe.graph import describe
-from deepmoe.model import DeepMoE
-
-
-class Network(nn.Module):
-    """A stem of eight channels, something of sixteen, a classifier."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, stride=2, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.classifier = nn.Linear(16, 5)
-
-    def middle(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.stem(x)))
-        return self.classifier(self.middle(x).mean(dim=(2, 3)))
-
-
-class Residual(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(8, 12, 3, padding=1), nn.Conv2d(12, 8, 3, padding=1)
-        self.last = nn.Conv2d(8, 16, 1)
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.last(x + self.two(F.relu(self.one(x))))
-
-
-class InPlace(Network):
-    """An activation changes what a shortcut then reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
-        self.relu, self.last = nn.ReLU(inplace=True), nn.Conv2d(8, 16, 1)
-
-    def middle(self, x: Tensor) -> Tensor:
-        x = self.one(x)
-        y = self.two(self.relu(x))
-        y += x  # what ReLU has left there
-        return F.hardswish(self.last(y), inplace=True)
-
-
-class Functional(Network):
-    """Layers are called by their weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(8, 10, 3), nn.Conv2d(10, 16, 1)
-        self.other_norm = nn.BatchNorm2d(10)
-
-    def middle(self, x: Tensor) -> Tensor:
-        x = F.conv2d(x, self.one.weight, self.one.bias, stride=2, padding=2)
-        norm = self.other_norm
-        given = (norm.running_mean, norm.running_var, norm.weight, norm.bias)
-        x = F.relu(F.batch_norm(x, *given, self.training, 0.1, norm.eps))
-        return F.conv2d(x, self.two.weight, self.two.bias)
-
-
-class Concatenated(Network):
-    """Each layer reads what all before it have made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(8, 4, 3, padding=1), nn.Conv2d(12, 6, 3, padding=1)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(12), nn.BatchNorm2d(18)])
-        self.last = nn.Conv2d(18, 16, 1)
-
-    def middle(self, x: Tensor) -> Tensor:
-        x = torch.cat([x, self.one(x)], dim=1)
-        x = torch.cat([x, self.two(F.relu(self.norms[0](x)))], dim=1)
-        return self.last(F.relu(self.norms[1](x)))
-
-
-class Split(Network):
-    """Two halves go different ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.left, self.right = (
-            nn.Conv2d(8, 12, 1),
-            nn.Conv2d(6, 5, 1),
-            nn.Conv2d(6, 7, 1),
-        )
-        self.last = nn.Conv2d(12, 16, 1)
-
-    def middle(self, x: Tensor) -> Tensor:
-        left, right = self.one(x).chunk(2, dim=1)
-        return self.last(torch.cat([self.right(right), self.left(left)], dim=1).relu())
-
-
-class Gated(Network):
-    """Half of the channels multiply the others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.last = nn.Conv2d(8, 12, 1), nn.Conv2d(6, 16, 1)
-
-    def middle(self, x: Tensor) -> Tensor:
-        value, weight = self.one(x).chunk(2, dim=1)
-        return self.last(value * weight.sigmoid())
-
-
-class Shuffled(Network):
-    """Channels of two branches alternate, and are split again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(8, 6, 1), nn.Conv2d(8, 6, 1)
-        self.three, self.last = nn.Conv2d(6, 6, 1), nn.Conv2d(12, 16, 1)
-
-    def middle(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.one(x), self.two(x)], dim=1)
-        b, c, h, w = x.shape
-        x = x.view(b, 2, c // 2, h, w).transpose(1, 2).reshape(b, c, h, w)
-        left, right = x.chunk(2, dim=1)
-        return self.last(torch.cat([left, self.three(right).relu()], dim=1))
-
-
-class Squeezed(Network):
-    """Squeeze-and-excitation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.last = nn.Conv2d(8, 12, 3, padding=1), nn.Conv2d(12, 16, 1)
-        self.squeeze, self.excite = nn.Conv2d(12, 4, 1), nn.Conv2d(4, 12, 1)
-
-    def middle(self, x: Tensor) -> Tensor:
-        x = F.silu(self.one(x))
-        scale = self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(x, 1))))
-        return self.last(x * scale.sigmoid())
-
-
-class Depthwise(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.expand, self.last = nn.Conv2d(8, 12, 1), nn.Conv2d(12, 16, 1)
-        self.depthwise = nn.Conv2d(12, 12, 3, stride=2, padding=1, groups=12)
-        self.other_norm = nn.BatchNorm2d(12)
-
-    def middle(self, x: Tensor) -> Tensor:
-        x = F.relu6(self.expand(x))
-        return self.last(F.gelu(self.other_norm(self.depthwise(x))))
-
-
-class Grouped(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.last = nn.Conv2d(8, 12, 1), nn.Conv2d(12, 16, 1)
-        self.grouped = nn.Conv2d(12, 12, 3, padding=1, groups=3)
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.last(F.relu(self.grouped(F.relu(self.one(x)))))
-
-
-class Dropping(Network):
-    """Both kinds of dropout, as modules and as functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.last = nn.Conv2d(8, 12, 1), nn.Conv2d(12, 16, 1)
-        self.drop = nn.Dropout2d(0.4)
-
-    def middle(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.drop(self.one(x)), 0.3, self.training)
-        return F.dropout(self.last(x), training=self.training)
-
-
-class Linears(Network):
-    """Layers that read channels at the end of a shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 12), nn.Linear(12, 16)
-        self.scale = nn.Parameter(torch.rand(12))
-
-    def middle(self, x: Tensor) -> Tensor:
-        x = self.scale * F.gelu(self.one(x.permute(0, 2, 3, 1)))
-        return self.two(x).permute(0, 3, 1, 2)
-
 
 # What each group is gated by with `all`: the layers that make it.
 UNDERSTOOD: dict[type[Network], list[tuple[str, ...]]] = {
@@ -211,11 +41,6 @@ UNDERSTOOD: dict[type[Network], list[tuple[str, ...]]] = {
     Linears: [("stem",), ("one",)],
 }
 KINDS = [*UNDERSTOOD, Split, Shuffled]
-
-
-def gated(kind: type[Network], where: str = "all", size: tuple[int, int] = (20, 20)) -> DeepMoE:
-    network = randomise_statistics(kind())
-    return deepmoe.gate(network, torch.randn(2, 3, *size), where=where)
 
 
 @pytest.mark.parametrize("kind", UNDERSTOOD)
@@ -343,110 +168,6 @@ def test_capturing_with_one_image_leaves_the_batch_free() -> None:
     for batch in (1, 2, 5):
         x = torch.randn(batch, 3, 24, 19)
         torch.testing.assert_close(model(x).logits, network(x))
-
-
-class FixedSize(Network):
-    """Its code makes numbers of the image's size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.last = nn.Conv2d(8, 12, 3), nn.Conv2d(12, 16, 1)
-
-    def middle(self, x: Tensor) -> Tensor:
-        rest = int(x.shape[-1]) % 4
-        return self.last(F.relu(self.one(F.pad(x, (0, 4 - rest) if rest else (1, 1)))))
-
-
-@torch.no_grad()
-def test_a_size_that_the_code_holds_on_to_is_told() -> None:
-    network = FixedSize().eval()
-    model = deepmoe.gate(network, torch.randn(2, 3, 20, 21)).eval()
-    x = torch.randn(2, 3, 20, 21)
-    assert torch.equal(model(x).logits, network(x))
-    other = torch.randn(2, 3, 20, 24)
-    if model.gating.graph.size is None:  # its code could be followed after all
-        assert torch.equal(model(other).logits, network(other))
-    else:
-        with pytest.raises(deepmoe.errors.UserError, match="captured for images of 20x21 px"):
-            model(other)
-
-
-class Named(Network):
-    """Parts and methods are called like what the sparse engine does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.linear = nn.Conv2d(8, 12, 1), nn.Conv2d(12, 16, 1)
-        self.parameter = nn.BatchNorm2d(12)
-
-    def middle(self, x: Tensor) -> Tensor:
-        x = self.linear(F.relu(self.parameter(self.gate(x))))
-        return x / x.norm(dim=1, keepdim=True)
-
-
-def test_names_are_the_networks_own() -> None:
-    with pytest.warns(UserWarning, match="what linear makes stays ungated: it reaches norm"):
-        model = gated(Named)
-    found = deepmoe.check(model, torch.randn(2, 3, 20, 20))
-    assert found.passed, str(found)
-
-
-class Odd(Network):
-    """What comes after the first layer is done by a function that nobody has heard of."""
-
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.one, self.two = nn.Conv2d(8, 12, 1), nn.Conv2d(12, 10, 1)
-        self.last = nn.Conv2d(10, 16, 1)
-        self.function = function
-
-    def middle(self, x: Tensor) -> Tensor:
-        return self.last(F.relu(self.two(self.function(self.one(x)))))
-
-
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        (lambda x: x.cumsum(dim=1), "reaches cumsum"),
-        (lambda x: x.softmax(dim=1), "reaches softmax"),
-        (lambda x: x.sort(dim=1).values, "reaches sort"),
-        (lambda x: x.erf(), "reaches erf"),
-        (lambda x: x[:, torch.arange(12).flip(0)], "reaches an index"),
-    ],
-    ids=["cumsum", "softmax", "sort", "erf", "index"],
-)
-def test_what_is_not_understood_stays_ungated_and_is_told(function, why: str) -> None:
-    network, x = Odd(function), torch.randn(2, 3, 20, 20)
-    with pytest.warns(UserWarning, match=f"what one makes stays ungated: it {why}"):
-        model = deepmoe.gate(network, x)
-    assert model.gating.names == ("stem", "two")
-    assert deepmoe.check(model, x).passed
-
-
-def test_a_network_that_is_understood_warns_of_nothing(recwarn) -> None:
-    gated(Squeezed)
-    assert not recwarn.list
-
-
-class Counted(Network):
-    """Its code holds on to numbers of channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.last = (nn.Conv2d(*w, 1) for w in ((8, 12), (12, 10), (10, 16)))
-
-    def middle(self, x: Tensor) -> Tensor:
-        b, _, h, w = x.shape
-        x = self.one(x).view(b, 3, 4, h, w).transpose(1, 2).reshape(b, 12, h, w)
-        return self.last(F.relu(self.two(x)))
-
-
-def test_channels_that_the_code_counts_stay() -> None:
-    model = gated(Counted)
-    assert model.gating.names == ("stem", "two")
-    group = next(g for g in model.gating.graph.groups if g.name == "one")
-    assert group.pinned == "has a number of channels that the network's code relies on"
-    assert deepmoe.check(model, torch.randn(2, 3, 20, 20)).passed
 
 
 @torch.no_grad()
