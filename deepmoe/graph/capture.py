@@ -136,7 +136,8 @@ def _traced(module: nn.Module) -> fx.Graph:
         name = str(node.target)
         if name.startswith("_tensor_constant"):
             with graph.inserting_before(node):
-                node.replace_all_uses_with(_constant(graph, getattr(module, name)))
+                images = next(iter(graph.find_nodes(op="placeholder")))
+                node.replace_all_uses_with(_constant(graph, images, getattr(module, name)))
             graph.erase_node(node)
             delattr(module, name)  # where the tracer has left it
     return graph
@@ -250,15 +251,19 @@ def _with_attributes(exported: Any) -> fx.Graph:
         if spec.target is not None and hasattr(spec.arg, "name")
     }
     constants = exported.constants
+    (images,) = (n for n in graph.find_nodes(op="placeholder") if n.name not in attributes)
     for node in list(graph.nodes):
         if node.op == "placeholder" and node.name in attributes:
-            with graph.inserting_before(node):
+            with graph.inserting_after(images):
                 target = attributes[node.name]
                 if target in constants and target not in exported.state_dict:
-                    kept = _constant(graph, constants[target])
+                    kept = _constant(graph, images, constants[target])
                 else:
                     kept = graph.get_attr(target)
             node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+        elif node.target is torch.ops.aten.lift_fresh_copy.default:  # of a constant
+            node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.op == "call_module" or _is_check(node):
             graph.erase_node(node)
@@ -279,9 +284,8 @@ def _is_check(node: fx.Node) -> bool:
     return any(word in str(node.target) for word in ("_assert", "sym_constrain", "_guards"))
 
 
-def _constant(graph: fx.Graph, value: Tensor) -> fx.Node:
+def _constant(graph: fx.Graph, images: fx.Node, value: Tensor) -> fx.Node:
     if not isinstance(value, Tensor) or value.numel() > MOST_CONSTANTS:
         raise UserError("the network's code holds a tensor of its own: make it a buffer")
-    images = next(iter(graph.find_nodes(op="placeholder")))
     values, shape = value.flatten().tolist(), tuple(value.shape)
     return graph.call_function(functions.constant, (images, values, shape, value.dtype))

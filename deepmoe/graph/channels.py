@@ -38,6 +38,7 @@ from deepmoe.graph.operations import (
     POINTWISE,
     REDUCING,
     SPATIAL,
+    takes_dtype,
 )
 from deepmoe.graph.shapes import BATCH, Shapes
 
@@ -310,7 +311,7 @@ class Channels(Shapes):
         if any(isinstance(self.labels.get(n), Tensor) for n in _indices(node)):
             self._pin_all(node, "reaches an index of numbers that a tensor holds")
             return nothing_like(value)
-        if any(isinstance(argument, torch.dtype) for argument in node.args):
+        if takes_dtype(node):
             self._pin_all(node, "reaches a view as numbers of another kind")
             return nothing_like(value)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), number_of)

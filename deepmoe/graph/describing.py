@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from deepmoe.errors import UserError
+from deepmoe.errors import UserError, reason
 from deepmoe.graph.capture import capture
 from deepmoe.graph.channels import Channels
 from deepmoe.graph.graph import Graph, Group, Layer
@@ -65,7 +65,7 @@ def build(
         # Numbers are real ones, also where somebody makes networks without weights.
         with torch._C.DisableTorchFunction():
             channels = Channels(skeleton, program)
-            logits = channels.run(blank(colours, small))
+            logits = _followed(channels, colours, small)
             described = _described(channels, counted)
             graph = Graph(
                 program=program,
@@ -81,6 +81,19 @@ def build(
         if wrong <= counted:
             return graph
         counted |= wrong
+
+
+def _followed(channels: Channels, colours: int, size: tuple[int, int]) -> Tensor:
+    """Numbers of channels sent through a network, whose images have shapes, but no values."""
+    try:
+        return channels.run(blank(colours, size))
+    except UserError:
+        raise
+    except Exception as error:  # of anybody's code
+        raise UserError(
+            f"the network can't be followed without the values of its images ({reason(error, 200)})"
+            ": its code may ask for them, or hold a tensor that is neither parameter nor buffer"
+        ) from error
 
 
 def without_weights(module: nn.Module) -> nn.Module:

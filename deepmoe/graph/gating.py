@@ -19,7 +19,7 @@ from deepmoe.errors import UserError
 from deepmoe.graph.graph import Graph, Group, Layer
 from deepmoe.graph.narrow import narrowed, narrowed_graph, with_one_of_each
 from deepmoe.graph.operations import name_of
-from deepmoe.graph.running import DROPOUTS, Decide, FeatureRun, Run, Site, runs_of_gates
+from deepmoe.graph.running import DROPOUTS, Decide, FeatureRun, Run, Site, progressions
 
 READ_BY_CLASSIFIER = "is read by the classifier"
 LEAST_SHARE = 1e-3  # of the network's MACs: less is not worth a gate
@@ -181,7 +181,7 @@ class Gating:
         if at == len(listed):
             return Site(dim, tuple(pieces), tuple(lengths))
         none = sum(self.widths)
-        return Site(dim, runs=runs_of_gates([none if number < 0 else number for number in listed]))
+        return Site(dim, index=progressions([none if number < 0 else number for number in listed]))
 
     @cached_property
     def _code(self) -> Callable[..., Tensor]:

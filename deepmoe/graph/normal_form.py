@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from deepmoe.errors import UserError
 from deepmoe.graph import functions
-from deepmoe.graph.operations import name_of
+from deepmoe.graph.operations import name_of, takes_dtype
 
 # Modules that may work in place, the functions that never do, and the settings these take.
 ACTIVATIONS: dict[type[nn.Module], tuple[Any, ...]] = {
@@ -32,6 +32,7 @@ COPIED_VIEWS: dict[Any, Any] = {
     "view": "reshape",
     "view_as": "reshape_as",
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.view_as.default: torch.ops.aten.reshape_as.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
 CONSTANTS = {"tensor", "astensor", "newtensor"}
@@ -70,17 +71,13 @@ def normalised(graph: fx.Graph, root: nn.Module) -> fx.Graph:
         elif node.op.startswith("call"):
             _make_functional(graph, node, root)
     for node in graph.nodes:
-        if node.target in COPIED_VIEWS and not _is_of_other_bits(node):
+        called = node.op in ("call_function", "call_method") and node.target in COPIED_VIEWS
+        if called and not takes_dtype(node):
             node.target = COPIED_VIEWS[node.target]
             node.args, node.kwargs = (*node.args, *node.kwargs.values()), {}
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
     graph.lint()
     return graph
-
-
-def _is_of_other_bits(node: fx.Node) -> bool:
-    """Whether a view reads the same bits as numbers of another kind."""
-    return any(isinstance(v, torch.dtype) for v in (*node.args, *node.kwargs.values()))
 
 
 def _without_first(values: dict[str, Any]) -> dict[str, Any]:
@@ -195,20 +192,26 @@ def _make_functional(graph: fx.Graph, node: fx.Node, root: nn.Module) -> None:
 
 def _make_constant(graph: fx.Graph, node: fx.Node) -> None:
     """Makes a tensor of plain numbers where the images are, instead of bringing it there."""
-    like = next(iter(graph.find_nodes(op="placeholder")))
-    dtype, data = node.kwargs.get("dtype"), node.args[0]
-    if node.op == "call_method":  # of a tensor, whose kind of numbers it has, too
+    like: Any = next(iter(graph.find_nodes(op="placeholder")))
+    data: Any = node.args[0]
+    dtype: Any = node.kwargs.get("dtype")
+    if node.op == "call_method":  # of a tensor, whose kind of numbers it has unless told
         like, data = node.args[:2]
-    numbers = torch.tensor(data)
-    if node.op == "call_function" and dtype is None:
-        dtype = numbers.dtype
-    if numbers.is_floating_point():
-        numbers = torch.tensor(data, dtype=torch.double)
-    if numbers.numel() > MOST_CONSTANTS:
+    known = isinstance(dtype, torch.dtype) or (node.op == "call_function" and dtype is None)
+    try:
+        numbers = torch.tensor(data, dtype=dtype if known else None)
+        if not known and numbers.is_floating_point():
+            numbers = torch.tensor(data, dtype=torch.double)
+    except Exception:  # of what is no number
+        return
+    # Numbers of a kind that a pass will tell are rounded there: all kinds have to agree on them.
+    small = known or bool((numbers.to(torch.complex128).abs() < 2.0**53).all())
+    if numbers.numel() > MOST_CONSTANTS or not small:
         return
     values, shape = numbers.flatten().tolist(), tuple(numbers.shape)
     with graph.inserting_before(node):
-        new = graph.call_function(functions.constant, (like, values, shape, dtype))
+        kind = numbers.dtype if known else dtype
+        new = graph.call_function(functions.constant, (like, values, shape, kind))
         _replace(graph, node, new)
 
 
@@ -233,7 +236,8 @@ def _functional_target(node: fx.Node) -> Any:
     name = getattr(target, "__name__", "")
     if name in ("iadd", "isub", "imul", "itruediv"):
         return getattr(operator, name[1:])
-    if name.endswith("_") and not name.endswith("__"):
+    plain = getattr(target, "__module__", "") == operator.and_.__module__  # whose names end so, too
+    if name.endswith("_") and not name.endswith("__") and not plain:
         return getattr(F, name[:-1], None) or getattr(torch, name[:-1])
     return target if node.kwargs.get("inplace") else None
 

@@ -7,6 +7,7 @@ channels that reach it.
 
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 LAYERS = {"conv2d", "linear"}
@@ -45,7 +46,6 @@ MOVING = {
     *("squeeze", "unsqueeze", "expand", "expandas", "cat", "concat", "concatenate", "stack"),
     *("split", "splitwithsizes", "chunk", "tensorsplit", "unbind", "getitem", "slice", "select"),
     *("narrow", "pad", "constantpadnd", "channelshuffle", "pixelshuffle", "roll", "flip"),
-    *("reshapeas",),
 }
 
 # Every channel depends on all of them.
@@ -65,3 +65,10 @@ def name_of(node: fx.Node, root: nn.Module) -> str:
         target: Any = node.target
         name = str(getattr(target, "_opname", None) or getattr(target, "__name__", target))
     return name.split(".")[0].replace("_", "").lower()
+
+
+def takes_dtype(node: fx.Node) -> bool:
+    """Whether a call is told a kind of numbers, as a view that reads the same bits in another."""
+    given = (*node.args, *node.kwargs.values())
+    asked = [v.args[1] for v in given if isinstance(v, fx.Node) and v.target is getattr]
+    return "dtype" in asked or any(isinstance(v, torch.dtype) for v in given)

@@ -1,7 +1,7 @@
 """Whether a network still works without some of its channels, tried out on numbers."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -13,13 +13,15 @@ from deepmoe.graph.narrow import narrowed_skeleton
 from deepmoe.graph.shapes import blank
 
 _NONE = torch.zeros(0, dtype=torch.int64)
-# Which groups lose some, and whether these are every other one instead of the last ones.
-_REMOVALS: tuple[tuple[Callable[[int], Any], bool], ...] = (
-    (lambda number: True, False),
-    (lambda number: number % 2, False),
-    (lambda number: number // 2 % 2, False),
-    (lambda number: number // 4 % 2, False),
-    (lambda number: True, True),
+Removed = Literal["last half", "every other", "last"]
+# Which groups lose some, and which ones.
+_REMOVALS: tuple[tuple[Callable[[int], Any], Removed], ...] = (
+    (lambda number: True, "last half"),
+    (lambda number: number % 2, "last half"),
+    (lambda number: number // 2 % 2, "last half"),
+    (lambda number: number // 4 % 2, "last half"),
+    (lambda number: True, "every other"),
+    (lambda number: True, "last"),  # what is reshaped by a number that halves divide, too
 )
 
 
@@ -33,16 +35,17 @@ def wrong_after_removal(graph: Graph, channels: Channels) -> set[str]:
     # A grouped convolution of one block would be a plain one: two are left.
     passed_on = torch.cat([layer.outs for layer in graph.layers if layer.passes_on] or [_NONE])
     shared = {int(graph.group_of_unit[unit]) for unit in passed_on.tolist() if unit >= 0}
-    for loses, every_other in _REMOVALS:
+    for loses, removed in _REMOVALS:
         keep = torch.ones(graph.offsets[-1], dtype=torch.bool)
         for group, start in zip(graph.groups, graph.offsets, strict=False):
             if group.pinned is None and loses(group.number):
                 of_group = keep[start : start + group.width]
                 least = 2 if group.number in shared and group.width > 2 else 1
-                if every_other and group.width > 2 * least:
+                if removed == "every other" and group.width > 2 * least:
                     of_group[1::2] = False
                 else:
-                    gone = max(0, min(-(-group.width // 2), group.width - least))
+                    wanted = 1 if removed == "last" else -(-group.width // 2)
+                    gone = max(0, min(wanted, group.width - least))
                     of_group[group.width - gone :] = False
         found = _wrong_without(graph, channels, keep)
         if found:

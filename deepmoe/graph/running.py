@@ -1,6 +1,5 @@
 """Passes through a network: what its code asks for besides its modules, gates above all."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,39 +25,55 @@ class Site:
     """Where gates multiply the input of a layer.
 
     Each piece is a whole gate by its number, or so many channels without one. Where the input is
-    not made of such pieces, `runs` are taken from all gates side by side, behind which there is a
-    one for channels without a gate.
+    not made of such pieces, `index` says for each channel which of all gates it has; the number of
+    all gates stands for none.
     """
 
     dim: int  # of the channels
     pieces: tuple[int | None, ...] = ()
     lengths: tuple[int, ...] = ()
-    runs: tuple["RunOfGates", ...] = ()
+    index: tuple["Progression", ...] = ()
 
 
-class RunOfGates(NamedTuple):
-    """Gates that stand side by side, each for as many channels, as after features are flattened."""
+class Progression(NamedTuple):
+    """Numbers by a rule: of nested loops, the outermost first, each so many steps of one size."""
 
     start: int
-    width: int
-    repeats: int
+    loops: tuple[tuple[int, int], ...] = ()  # how many steps, and their size
 
-    def of(self, all_BC: Tensor) -> Tensor:
-        """These of all gates. They are no index, which a CUDA graph could not bring to its GPU."""
-        some_BC = all_BC[:, self.start : self.start + self.width]
-        return some_BC[:, :, None].expand(-1, -1, self.repeats).flatten(1)
+    def on(self, device: torch.device) -> Tensor:
+        """The numbers on a device, made there: a CUDA graph could not bring them to its GPU."""
+        numbers = torch.full((), self.start, device=device)
+        for steps, size in self.loops:
+            numbers = numbers[..., None] + size * torch.arange(steps, device=device)
+        return numbers.flatten()
 
 
-def runs_of_gates(numbers: Sequence[int]) -> tuple[RunOfGates, ...]:
-    """Numbers of gates, one for each channel, in as few runs as can be."""
-    found: list[RunOfGates] = []
-    for number, same in itertools.groupby(numbers):
-        repeats, last = len(list(same)), found[-1] if found else None
-        if last is not None and (last.start + last.width, last.repeats) == (number, repeats):
-            found[-1] = last._replace(width=last.width + 1)
-        else:
-            found.append(RunOfGates(number, 1, repeats))
+def progressions(numbers: Sequence[int]) -> tuple[Progression, ...]:
+    """Numbers in few rules, such as of channels that are repeated, reversed or shuffled."""
+    found, before = [Progression(number) for number in numbers], 0
+    while len(found) != before:
+        before = len(found)
+        found = _in_loops(found)
     return tuple(found)
+
+
+def _in_loops(parts: Sequence[Progression]) -> list[Progression]:
+    """Neighbours that differ in their start alone, always by as much, as one more loop of each."""
+    found: list[Progression] = []
+    at = 0
+    while at < len(parts):
+        start, loops = parts[at]
+        end, size = at + 1, 0
+        while end < len(parts) and parts[end].loops == loops:
+            step = parts[end].start - parts[end - 1].start
+            if end > at + 1 and step != size:
+                break
+            end, size = end + 1, step
+        steps = end - at
+        found.append(Progression(start, ((steps, size), *loops)) if steps > 1 else parts[at])
+        at = end
+    return found
 
 
 class Run:
@@ -111,7 +126,7 @@ class FeatureRun(Run):
         """The input of a layer, multiplied by its gates: makers run before readers."""
         site = self.sites[number]
         assert site is not None
-        return multiply(site, self.all_gates(x) if site.runs else self.made, x)
+        return multiply(site, self.all_gates(x) if site.index else self.made, x)
 
     def look(self, number: int, x: Tensor, dim: int) -> None:
         """Makes the gates of what a layer is about to make, from what it reads."""
@@ -126,11 +141,11 @@ class FeatureRun(Run):
 
 def gates_at(site: Site, gates: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
     """The gate of each channel that a layer reads."""
-    if site.runs:
+    if site.index:
         assert not isinstance(gates, Mapping)
         images = gates[0]
         all_BC = torch.cat([*gates, images.new_ones(len(images), 1)], dim=1)
-        return torch.cat([run.of(all_BC) for run in site.runs], dim=1)
+        return all_BC.index_select(1, torch.cat([part.on(all_BC.device) for part in site.index]))
     images = gates[min(piece for piece in site.pieces if piece is not None)]
     parts = [
         images.new_ones(len(images), length) if piece is None else gates[piece]

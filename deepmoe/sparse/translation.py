@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from deepmoe.graph import Gating
+from deepmoe.graph import Gating, functions
 from deepmoe.graph.gating import compiled
 from deepmoe.graph.graph import Layer
 from deepmoe.graph.operations import NORMS, name_of
@@ -38,13 +38,6 @@ from deepmoe.sparse.program import Program
 
 # What is nothing in evaluation.
 LEFT_OUT = {*DROPOUTS, "droppath", "stochasticdepth", "detach", "identity"}
-# What needs values to lie as the network's own layers leave them, and what does not.
-AS_THEY_LIE: dict[Any, Any] = {
-    "view": "reshape",
-    "view_as": "reshape_as",
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
-}
 
 
 def translate(module: nn.Module, gating: Gating, dtype: torch.dtype) -> Program:
@@ -89,8 +82,6 @@ class _Translation:
             if self._name(node) in LEFT_OUT:  # of evaluation: nothing
                 assert isinstance(node.args[0], fx.Node)
                 self._replace(node, node.args[0])
-            elif self._moves_values(node):
-                node.target = AS_THEY_LIE[node.target]
         for node in list(self.copied.nodes):
             if node.name in layers:
                 self._fold_layer(node, layers[node.name])
@@ -106,7 +97,8 @@ class _Translation:
             if self._name(node) == "maxpool2d":
                 self._pool(node)
         self.copied.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
-        readers = [user for user in self.images.users if user in self.shapes]
+        users = [user for user in self.images.users if user in self.shapes]
+        readers = [user for user in users if user.target is not functions.constant]
         first = next(iter(self.layers))
         cutting = Cutting(self.copied, self.run, self.images, self.shapes)
         before, after = cutting.parts(self._depends_on_gates)
@@ -118,7 +110,7 @@ class _Translation:
             norms=self.norms,
             parameters=self.parameters,
             sites=self.gating.sites,
-            starts_with_convolution=[r.args[1] for r in readers] == [first],
+            starts_with_convolution=[reader.args[1:2] for reader in readers] == [(first,)],
             colours=self.gating.graph.colours,
         )
 
@@ -141,11 +133,6 @@ class _Translation:
         if not node.op.startswith("call"):
             return ""
         return name_of(node, self.module)
-
-    def _moves_values(self, node: fx.Node) -> bool:
-        """Whether a node needs values as they lie, for another shape and not another type."""
-        called = node.op in ("call_method", "call_function") and node.target in AS_THEY_LIE
-        return called and not node.kwargs and torch.dtype not in map(type, node.args)
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
         if node in self.shapes:

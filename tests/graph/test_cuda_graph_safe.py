@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepmoe import gate
-from deepmoe.graph.running import RunOfGates, runs_of_gates
+from deepmoe.errors import UserError
+from deepmoe.graph.running import Progression, progressions
 from deepmoe.sparse import sparsify
 
 IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -129,19 +130,102 @@ def test_the_engine_runs_it(kind: type[Flattened]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "runs"),
+    ("numbers", "rules"),
     [
-        ([0, 1, 2], [(0, 3, 1)]),
-        ([0, 0, 1, 1], [(0, 2, 2)]),
-        ([4, 4, 0, 1, 1], [(4, 1, 2), (0, 1, 1), (1, 1, 2)]),
-        ([2, 1, 0], [(2, 1, 1), (1, 1, 1), (0, 1, 1)]),
-        ([0, 1, 0, 1], [(0, 2, 1), (0, 2, 1)]),
+        ([0, 1, 2], [(0, ((3, 1),))]),
+        ([2, 1, 0], [(2, ((3, -1),))]),
+        ([0, 0, 1, 1], [(0, ((2, 1), (2, 0)))]),
+        ([0, 4, 1, 5, 2, 6], [(0, ((3, 1), (2, 4)))]),
+        ([5, 0, 1], [(5, ((2, -5),)), (1, ())]),
         ([], []),
     ],
 )
-def test_numbers_of_gates_in_runs(numbers: list[int], runs: list[tuple[int, int, int]]) -> None:
-    found = runs_of_gates(numbers)
-    assert found == tuple(RunOfGates(*run) for run in runs)
-    gates = torch.arange(10.0).expand(2, -1)
-    taken = [run.of(gates) for run in found]
-    assert not taken or torch.cat(taken, dim=1)[0].tolist() == numbers
+def test_numbers_of_gates_by_rules(numbers: list[int], rules: list[tuple[int, tuple]]) -> None:
+    assert progressions(numbers) == tuple(Progression(*rule) for rule in rules)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_rules_give_any_numbers(seed: int) -> None:
+    numbers = torch.randint(4, (1 + seed,), generator=torch.Generator().manual_seed(seed)).tolist()
+    parts = [part.on(torch.device("cpu")) for part in progressions(numbers)]
+    assert torch.cat(parts).tolist() == numbers
+
+
+class Asking(Flattened):
+    """Asks for a shape in its own words, so that torch.export has to follow it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != 3:
+            raise ValueError
+        return super().forward(x)
+
+
+class NormalisingAsking(Asking):
+    prepared = Normalising.prepared
+
+
+def test_constants_of_an_exported_network() -> None:
+    torch.manual_seed(0)
+    network = NormalisingAsking().eval()
+    model = gate(network, IMAGES, where=["first", "second", "hidden"]).eval()
+    with torch.no_grad(), Watch() as watch:
+        found = model.gating(model.network, IMAGES, None)
+        assert watch.brought == 0
+        torch.testing.assert_close(found, network(IMAGES))
+
+
+class NamedView(Flattened):
+    """Has a layer that is called as an operation is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = nn.Conv2d(3, 3, 1)
+
+    def prepared(self, x: Tensor) -> Tensor:
+        return self.view(x)
+
+
+class Large(Flattened):
+    """Holds numbers beyond single precision: what they come to is for PyTorch to say."""
+
+    def prepared(self, x: Tensor) -> Tensor:
+        most = torch.tensor([1e39, 2.0**62 + 1], device=x.device)
+        whole = torch.tensor(2**62 + 1, device=x.device)
+        near = torch.tensor([0.1 + 0.2j], dtype=torch.complex128, device=x.device).real
+        return torch.clamp(x, max=x.new_tensor(1e39)) / most[1] * whole * near.to(x.dtype)
+
+
+@pytest.mark.parametrize("kind", [NamedView, Large])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_odd_constants_and_names(kind: type[Flattened], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    network, images = kind().to(dtype).eval(), IMAGES.to(dtype)
+    model = gate(network, images).eval()
+    assert torch.equal(model.gating(model.network, images, None), network(images))
+
+
+class Counting(Flattened):
+    """Reshapes by a number of channels that half of them would fit, too."""
+
+    def flat(self, x: Tensor) -> Tensor:
+        return torch.flatten(x.view(x.shape[0], 4, -1).flip(2).view(x.shape), 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*stays ungated")
+def test_channels_that_a_view_counts_stay() -> None:
+    groups = gate(Counting(), IMAGES, where=["first", "hidden"]).gating.graph.groups
+    pinned = {group.name: group.pinned for group in groups}
+    assert "relies on" in pinned["second"]
+    assert pinned["first"] is None
+
+
+class Valued(Flattened):
+    """Branches on a value that it has made itself."""
+
+    def prepared(self, x: Tensor) -> Tensor:
+        return x[:, torch.tensor([True, True, True])] * torch.tensor(x.shape[2])
+
+
+def test_code_that_needs_values_gets_one_sentence() -> None:
+    with pytest.raises(UserError, match="without the values of its images"):
+        gate(Valued(), IMAGES)

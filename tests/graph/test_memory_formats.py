@@ -46,11 +46,6 @@ class OtherBits(Network):
         return super().flat(x.view(torch.int32).view(torch.float32))
 
 
-@pytest.mark.filterwarnings("error")
-def test_shapes_of_another_tensor_are_understood() -> None:
-    assert gate(LikeAnother(), IMAGES, where="all").gating.names == ("first",)
-
-
 def test_channels_that_are_read_as_other_numbers_stay() -> None:
     with pytest.warns(UserWarning, match="it reaches a view as numbers of another kind"):
         gate(OtherBits(), IMAGES, where="all")
