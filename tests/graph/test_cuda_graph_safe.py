@@ -6,6 +6,7 @@ There is no GPU here. What a pass makes out of numbers of Python is watched inst
 import pytest
 import torch
 import torch.nn.functional as F
+from flattening_networks import IMAGES, Flattened
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,29 +14,6 @@ from deepmoe import gate
 from deepmoe.errors import UserError
 from deepmoe.graph.running import Progression, progressions
 from deepmoe.sparse import sparsify
-
-IMAGES = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-
-
-class Flattened(nn.Module):
-    """Flattens features of several positions, so that a linear layer reads each channel often."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3, padding=1)
-        self.second = nn.Conv2d(8, 4, 3, padding=1)
-        self.hidden = nn.Linear(4 * 4 * 4, 6)
-        self.classifier = nn.Linear(6, 5)
-
-    def prepared(self, x: Tensor) -> Tensor:
-        return x
-
-    def flat(self, x: Tensor) -> Tensor:
-        return torch.flatten(x, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.second(F.relu(self.first(self.prepared(x)))))
-        return self.classifier(F.relu(self.hidden(self.flat(F.max_pool2d(x, 2)))))
 
 
 class Backwards(Flattened):
