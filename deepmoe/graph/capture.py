@@ -132,11 +132,11 @@ def _traced(module: nn.Module) -> fx.Graph:
     """What the tracer finds; tensors that the code holds become constants of the graph."""
     with _refusing_contexts():
         graph = _Tracer().trace(module)
+    images = next(iter(graph.find_nodes(op="placeholder")))
     for node in graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name.startswith("_tensor_constant"):
             with graph.inserting_before(node):
-                images = next(iter(graph.find_nodes(op="placeholder")))
                 node.replace_all_uses_with(_constant(graph, images, getattr(module, name)))
             graph.erase_node(node)
             delattr(module, name)  # where the tracer has left it
