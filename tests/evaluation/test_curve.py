@@ -8,11 +8,10 @@ import torch
 from click.testing import CliRunner
 from helpers import tiny_config
 from PIL import Image
-from torch import nn
+from unsure_models import unsure
 
 from deepmoe.checkpoint import load_checkpoint, save_checkpoint
 from deepmoe.cli import main
-from deepmoe.config import EmbeddingConfig
 from deepmoe.costs import count_costs, dense_macs
 from deepmoe.errors import UserError
 from deepmoe.evaluation import cost_curve, evaluate
@@ -89,23 +88,6 @@ def test_norms_are_measured_anew_with_closed_gates(tmp_path: Path) -> None:
 def test_a_dense_network_is_refused() -> None:
     with pytest.raises(UserError, match="no gates"):
         cost_curve(create_model("vgg11", gates="none"), [], [0.0])
-
-
-def unsure(gates: str | None) -> DeepMoE:
-    """A model whose embedding is sure of some images, and not of others."""
-    torch.manual_seed(0)
-    model = create_model(
-        "resnet20",
-        classes=10,
-        widths=[4] * 9,
-        gates=gates,
-        exits=True,
-        embedding=EmbeddingConfig(widths=(4, 8)),
-    ).eval()
-    nn.init.normal_(model.embedding.project.weight, std=5.0)
-    if model.heads is not None:
-        nn.init.normal_(model.heads.weight)
-    return model
 
 
 @pytest.mark.parametrize("gates", [None, "inner"])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from made_up_answers import answers
 from torch import Tensor, nn
+from unsure_models import unsure
 
-from deepmoe.config import EmbeddingConfig
 from deepmoe.costs import count_costs, count_macs, dense_macs
 from deepmoe.errors import UserError
 from deepmoe.evaluation import (
@@ -20,23 +20,6 @@ from deepmoe.evaluation.exit_answers import VOTES, best_vote
 from deepmoe.model import DeepMoE, confidence
 from deepmoe.registry import create_model
 from deepmoe.sparse import sparsify
-
-
-def unsure(gates: str | None, dtype: torch.dtype = torch.float32) -> DeepMoE:
-    """A model whose embedding is sure of some images, and not of others."""
-    torch.manual_seed(0)
-    model = create_model(
-        "resnet20",
-        classes=10,
-        widths=[4] * 9,
-        gates=gates,
-        exits=True,
-        embedding=EmbeddingConfig(widths=(4, 8)),
-    ).eval()
-    nn.init.normal_(model.embedding.project.weight, std=5.0)
-    if model.heads is not None:
-        nn.init.normal_(model.heads.weight)
-    return model.to(dtype)
 
 
 def batches(model: DeepMoE) -> list[tuple[Tensor, Tensor]]:
